@@ -1,0 +1,360 @@
+"""A shared-memory ring: one writer process, several reader processes of one node. Memory and bookkeeping, no I/O.
+
+The bytes of a record are in shared memory; that it exists is told to the readers by a `Descriptor` which the caller
+sends on a socket. A flag in the shared memory could not do that: on a CPU that reorders stores a reader may see the
+flag before the bytes. A message through the kernel orders both, and the checksum catches whatever goes wrong besides.
+"""
+
+from __future__ import annotations
+
+import collections
+import errno
+import mmap
+import os
+import re
+import secrets
+import stat
+import struct
+import tempfile
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Union
+
+import msgspec
+
+from zbgrpo.errors import ProtocolError, ResourceError
+
+ALIGNMENT_BYTES = 64
+"""Records and the frames in them begin at multiples of this, a cache line."""
+
+_SHARED_MEMORY_FOLDER = "/dev/shm"
+_FILE_MAGIC = b"zbgring1"
+_RECORD_MAGIC = b"zbgrecd1"
+_FILE_HEADER = struct.Struct("<8sQ40x8s")  # magic, capacity, padding, magic again: 64 bytes
+_RECORD_HEADER = struct.Struct("<8sQQ40x")  # magic, sequence, length, padding: 64 bytes
+_ZEROS = bytes(ALIGNMENT_BYTES)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
+
+Frame = Union[memoryview, bytes, bytearray]
+
+
+class Descriptor(msgspec.Struct, frozen=True, array_like=True):
+    """Where a record is; what the writer sends to each reader of it. `offset` and `length` are in bytes."""
+
+    sequence: int
+    offset: int
+    length: int
+    crc: int
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def record_bytes(frame_lengths: Iterable[int]) -> int:
+    """Bytes of the ring that a record with frames of these lengths takes: its header and each frame, padded to 64."""
+    return _RECORD_HEADER.size + sum(_aligned(length) for length in frame_lengths)
+
+
+def split_frames(record: memoryview, frame_lengths: Sequence[int]) -> list[memoryview]:
+    """The frames of a record that `RingReader.read` returned, in order, as views into it without a copy.
+
+    Raises `ProtocolError` when a record with frames of these lengths would not have the size of this one.
+    """
+    if any(length < 0 for length in frame_lengths) or record_bytes(frame_lengths) != record.nbytes:
+        raise ProtocolError(f"a ring record of {record.nbytes} bytes cannot hold frames of {list(frame_lengths)} bytes")
+    frames = []
+    position = _RECORD_HEADER.size
+    for length in frame_lengths:
+        frames.append(record[position : position + length])
+        position += _aligned(length)
+    return frames
+
+
+@dataclass
+class _Record:
+    """A record that still occupies the ring. Positions count up for ever; modulo the capacity they are offsets."""
+
+    start: int
+    readers: frozenset[int]
+    pending: set[int]
+
+
+class RingWriter:
+    """The writing end: places records, and takes their space back when their readers have released them.
+
+    States of a record::
+
+        try_write -> LIVE: at least one of its readers has yet to release it
+                  -> RELEASED: by all its readers, but an older record is still live
+                  -> RECLAIMED: it and every older record are released; its bytes may be written again
+
+    Guarantees:
+
+    - The bytes of a record do not change until all its readers have released it.
+    - Records lie one after the other in order of their sequence, each in one piece; a record that does not fit before
+      the end of the ring starts at its beginning.
+    - `used_bytes`, from the start of the oldest record that is not reclaimed to the end of the newest, never exceeds
+      `capacity_bytes`. An empty ring starts at its beginning again, so it takes any record up to `capacity_bytes`.
+    - All memory is reserved by `create`: no later write can fail for lack of memory.
+    - No call waits, and a call that raises changes nothing.
+
+    A ring of 512 bytes, two readers. A frame of 100 bytes is padded to 128 and has a header of 64:
+
+    >>> ring = RingWriter.create("example", capacity_bytes=512, num_readers=2)
+    >>> first = ring.try_write([b"a" * 100], readers=[0, 1])
+    >>> second = ring.try_write([b"b" * 100], readers=[1])
+    >>> (first.sequence, first.offset, first.length), (second.sequence, second.offset, second.length)
+    ((0, 0, 192), (1, 192, 192))
+
+    128 bytes are left at the end, too few, and the beginning is not free before both readers have released `first`:
+
+    >>> ring.try_write([b"c" * 100], readers=[0]) is None
+    True
+    >>> ring.release(0, sequence=0)
+    >>> ring.try_write([b"c" * 100], readers=[0]) is None
+    True
+    >>> ring.release(1, sequence=0)
+    >>> third = ring.try_write([b"c" * 100], readers=[0])
+    >>> third.sequence, third.offset, ring.live_records, ring.used_bytes
+    (2, 0, 2, 512)
+
+    `third` is released before `second`, but its space comes back only together with that of `second`:
+
+    >>> ring.release(0, sequence=2)
+    >>> ring.live_records, ring.used_bytes
+    (2, 512)
+    >>> ring.release(1, sequence=1)
+    >>> ring.live_records, ring.used_bytes
+    (0, 0)
+    >>> ring.close()
+
+    One thread at a time may use it.
+    """
+
+    def __init__(self, path: str, memory: mmap.mmap, capacity_bytes: int, num_readers: int) -> None:
+        """Use `create`."""
+        self.path = path
+        self.capacity_bytes = capacity_bytes
+        self._num_readers = num_readers
+        self._memory = memory
+        self._view = memoryview(memory)
+        self._records: collections.deque[_Record] = collections.deque()
+        self._next_sequence = 0
+        self._end = 0  # position after the newest record
+        self._linked = True
+
+    @classmethod
+    def create(cls, name_hint: str, capacity_bytes: int, num_readers: int) -> RingWriter:
+        """Create the file that holds the ring, reserve all its memory and map it.
+
+        The file is in /dev/shm (in the folder for temporary files where there is none), readable by this user only,
+        and its name is random: `name_hint` only helps a human. `capacity_bytes` is rounded up to a multiple of 64.
+        Raises `ResourceError`, with the number of bytes needed and free, when there is no room for it.
+        """
+        if capacity_bytes < 1 or num_readers < 1:
+            raise ValueError(f"a ring needs bytes and readers, not {capacity_bytes} and {num_readers}")
+        folder = _SHARED_MEMORY_FOLDER if os.path.isdir(_SHARED_MEMORY_FOLDER) else tempfile.gettempdir()
+        capacity_bytes = _aligned(capacity_bytes)
+        num_bytes = _FILE_HEADER.size + capacity_bytes
+        if _free_bytes(folder) < num_bytes:
+            raise _no_room(folder, num_bytes)
+        name = re.sub(r"[^A-Za-z0-9_-]", "_", name_hint)[:64]
+        path = os.path.join(folder, f"zbgrpo-{name}-{secrets.token_hex(8)}")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        created = False
+        try:
+            # ftruncate would succeed on a full tmpfs, and the first write to a page without memory would then kill the
+            # process with SIGBUS. This fails instead.
+            os.posix_fallocate(descriptor, 0, num_bytes)
+            memory = mmap.mmap(descriptor, num_bytes)
+            memory[: _FILE_HEADER.size] = _FILE_HEADER.pack(_FILE_MAGIC, capacity_bytes, _FILE_MAGIC)
+            created = True
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise _no_room(folder, num_bytes) from error
+            raise
+        finally:
+            os.close(descriptor)
+            if not created:
+                os.unlink(path)
+        return cls(path, memory, capacity_bytes, num_readers)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes between the start of the oldest record not reclaimed and the end of the newest; 0 when there is none."""
+        return self._end - self._records[0].start if self._records else 0
+
+    @property
+    def live_records(self) -> int:
+        """Records that are not reclaimed."""
+        return len(self._records)
+
+    def try_write(self, frames: Sequence[Frame], readers: Iterable[int]) -> Descriptor | None:
+        """Copy the frames into the ring, or return None when there is no room now. Never waits.
+
+        `readers` are the indices of those who will release the record; at least one. The frames may be reused as soon
+        as this returns; they must be contiguous (any item format). The caller sends the descriptor to each of the
+        readers. Raises `ResourceError` when the record is larger than the ring, `ProtocolError` on a wrong reader.
+        """
+        expected = frozenset(readers)
+        if not expected or not expected <= frozenset(range(self._num_readers)):
+            raise ProtocolError(f"a ring record for readers {sorted(expected)} in a ring of {self._num_readers} readers")
+        views = [memoryview(frame) for frame in frames]
+        length = record_bytes(view.nbytes for view in views)
+        if length > self.capacity_bytes:
+            raise ResourceError(
+                f"a record of {length} bytes can never fit into a ring of {self.capacity_bytes}; "
+                f"set transport.ring_bytes to {length} or more"
+            )
+        start = self._place(length)
+        if start is None:
+            return None
+        sequence = self._next_sequence
+        crc = self._copy(start % self.capacity_bytes, _RECORD_HEADER.pack(_RECORD_MAGIC, sequence, length), views)
+        self._records.append(_Record(start, expected, set(expected)))
+        self._next_sequence += 1
+        self._end = start + length
+        return Descriptor(sequence, start % self.capacity_bytes, length, crc)
+
+    def release(self, reader: int, sequence: int) -> None:
+        """Reader `reader` needs the record no longer. A second release of the same record changes nothing.
+
+        Raises `ProtocolError` for a record that was never written or a reader the record is not for (which of its
+        readers a reclaimed record had is no longer known, so there any reader of the ring passes).
+        """
+        if not 0 <= sequence < self._next_sequence:
+            raise ProtocolError(f"reader {reader} released ring record {sequence}; {self._next_sequence} are written")
+        if not 0 <= reader < self._num_readers:
+            raise ProtocolError(f"unknown reader {reader} released ring record {sequence}")
+        index = sequence - (self._next_sequence - len(self._records))
+        if index < 0:
+            return
+        record = self._records[index]
+        if reader not in record.readers:
+            raise ProtocolError(f"reader {reader} released ring record {sequence} for readers {sorted(record.readers)}")
+        record.pending.discard(reader)
+        while self._records and not self._records[0].pending:
+            self._records.popleft()
+        if not self._records:
+            self._end = 0
+
+    def unlink(self) -> None:
+        """Remove the file's name, once every reader has attached. The memory lives as long as a process maps it.
+
+        From here on nothing is left behind, however the processes end. Calling it again changes nothing.
+        """
+        if self._linked:
+            self._linked = False
+            os.unlink(self.path)
+
+    def close(self) -> None:
+        """Unmap the memory, and remove the name if `unlink` was not called. Calling it again changes nothing."""
+        self._view.release()
+        self._memory.close()
+        self.unlink()
+
+    def _place(self, length: int) -> int | None:
+        """Position of the next record, or None when it would reach into one that is not reclaimed."""
+        start = self._end
+        room_before_end = self.capacity_bytes - start % self.capacity_bytes
+        if length > room_before_end:
+            start += room_before_end
+        oldest = self._records[0].start if self._records else start
+        return start if start + length - oldest <= self.capacity_bytes else None
+
+    def _copy(self, offset: int, header: bytes, frames: list[memoryview]) -> int:
+        """Write header and padded frames at `offset`; returns the CRC-32 of all these bytes.
+
+        The checksum is of the source, not of what is in the ring, so that it covers this copy as well.
+        """
+        position = _FILE_HEADER.size + offset
+        crc = 0
+        for source in (memoryview(header), *frames):
+            if source.nbytes == 0:  # an empty view cannot be cast
+                continue
+            frame = source.cast("B")
+            end = position + len(frame)
+            padding = _ZEROS[: _aligned(len(frame)) - len(frame)]
+            self._view[position:end] = frame
+            self._view[end : end + len(padding)] = padding
+            crc = zlib.crc32(padding, zlib.crc32(frame, crc))
+            position = end + len(padding)
+        return crc
+
+
+class RingReader:
+    """The reading end, in another process. It maps the ring read-only and so cannot damage it.
+
+    It returns copies: a record can be released to the writer (`RingWriter.release`, through the caller's socket) as
+    soon as `read` returns, and what was checked is what is used.
+    """
+
+    def __init__(self, memory: mmap.mmap, capacity_bytes: int) -> None:
+        """Use `attach`."""
+        self.capacity_bytes = capacity_bytes
+        self._memory = memory
+        self._view = memoryview(memory)
+
+    @classmethod
+    def attach(cls, path: str, capacity_bytes: int) -> RingReader:
+        """Map the ring that a writer created at `path` with exactly this capacity (`RingWriter.capacity_bytes`).
+
+        Raises `ProtocolError` when there is no such file or it is not such a ring.
+        """
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise ProtocolError(f"cannot attach to the ring {path}: {error.strerror}") from error
+        try:
+            # The size comes first: touching a mapping beyond the end of its file is SIGBUS.
+            status = os.fstat(descriptor)
+            num_bytes = _FILE_HEADER.size + capacity_bytes
+            if not stat.S_ISREG(status.st_mode) or capacity_bytes < 1 or status.st_size != num_bytes:
+                raise ProtocolError(f"the ring {path} has {status.st_size} bytes, not {num_bytes}")
+            header = os.pread(descriptor, _FILE_HEADER.size, 0)
+            if header != _FILE_HEADER.pack(_FILE_MAGIC, capacity_bytes, _FILE_MAGIC):
+                raise ProtocolError(f"{path} is not a ring of {capacity_bytes} bytes")
+            memory = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+        return cls(memory, capacity_bytes)
+
+    def read(self, descriptor: Descriptor) -> memoryview:
+        """A copy of the record, its header included, which the caller owns and may write to; see `split_frames`.
+
+        Raises `ProtocolError` when the descriptor points outside the ring, or the bytes there are not those of the
+        record it describes: wrong magic, sequence, length or checksum.
+        """
+        sequence, offset, length = descriptor.sequence, descriptor.offset, descriptor.length
+        if not (0 <= offset and _RECORD_HEADER.size <= length and offset + length <= self.capacity_bytes):
+            raise ProtocolError(
+                f"descriptor of ring record {sequence} is corrupt: bytes {offset} to {offset + length} "
+                f"of a ring of {self.capacity_bytes}"
+            )
+        begin = _FILE_HEADER.size + offset
+        record = bytearray(self._view[begin : begin + length])
+        magic, found_sequence, found_length = _RECORD_HEADER.unpack_from(record)
+        if magic != _RECORD_MAGIC or found_sequence != sequence or found_length != length:
+            raise ProtocolError(f"ring record {sequence} is corrupt: its header does not match the descriptor")
+        if zlib.crc32(record) != descriptor.crc:
+            raise ProtocolError(f"ring record {sequence} is corrupt: its checksum does not match the descriptor")
+        return memoryview(record)
+
+    def close(self) -> None:
+        """Unmap the memory. Calling it again changes nothing."""
+        self._view.release()
+        self._memory.close()
+
+
+def _free_bytes(folder: str) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def _no_room(folder: str, num_bytes: int) -> ResourceError:
+    return ResourceError(
+        f"{folder} has {_free_bytes(folder)} bytes free, but the ring of this node needs {num_bytes}: enlarge it "
+        f"(containers: --shm-size), remove what others left there, or set transport.ring_bytes to less"
+    )
