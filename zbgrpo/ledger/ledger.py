@@ -104,7 +104,7 @@ class Ledger:
         self.applied[producer] = version
 
     def grant(self) -> list[tuple[int, Lease]]:
-        """Make all leases that are admitted and asked for now: pairs of producer and lease."""
+        """Make all leases admitted and asked for now (synchronous: a round, asked for or not): producer, lease."""
         return self._grant_round() if self.options.synchronous else self._grant_turns()
 
     def _grant_turns(self) -> list[tuple[int, Lease]]:
@@ -216,7 +216,7 @@ class Ledger:
     def _plan_next(self) -> PlanEntry | None:
         if self._stop_requested:
             self.ended = True
-            return self._entry(PlanKind.STOP, self.version)
+            return self._entry(PlanKind.STOP, self._step)
         if self._marks:
             return self._plan_mark(self._marks[0])
         options = self.options
@@ -248,7 +248,9 @@ class Ledger:
         if len(self.buffered) < count or self._cannot_fill_step():
             return None
         if options.synchronous:
-            return planning.in_uid_order(self.buffered.values(), self.leased.values(), count, self.data.place)
+            taken = planning.in_uid_order(self.buffered.values(), self.leased.values(), count, self.data.place)
+            retried = self.data.first_retried
+            return None if taken and retried and retried < self.data.place(taken[-1].lease.uid) else taken
         if options.strict:
             return planning.by_deadline(
                 list(self.buffered.values()),
@@ -383,6 +385,7 @@ class Ledger:
         live = {g.lease.uid: g.lease.attempt for d in (self.leased, self.buffered, self.planned) for g in d.values()}
         return {
             "version": self.version,
+            "num_rows": self.options.num_rows,
             "next_lease_id": self._next_lease_id,
             "totals": {**self.totals, "leased": self.totals["leased"] - len(live)},
             "dropped_by_reason": dict(self.dropped_by_reason),

@@ -34,6 +34,11 @@ class DataOrder:
         """Whether anything is left to hand out."""
         return bool(self._retried) or self._episode < self.num_episodes
 
+    @property
+    def first_retried(self) -> tuple[int, int] | None:
+        """The place of the uid that was given back and comes next; None when none waits."""
+        return self._retried[0][:2] if self._retried else None
+
     def next(self) -> tuple[Uid, int]:
         """The next uid and its attempt."""
         if self._retried:

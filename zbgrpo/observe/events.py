@@ -60,19 +60,7 @@ def iter_events(path: str | Path, on_torn: Callable[[str], None] | None = None) 
     A torn last line (without its newline, or not a JSON object) is dropped and reported, once, to `on_torn` (the
     module's logger when left out). Any other bad line raises RunFolderError with `file:line`.
     """
-    report = on_torn or logger.warning
-    for number, line, is_last in _numbered_lines(Path(path)):
-        torn = not line.endswith(b"\n")
-        if not torn:
-            try:
-                event = _DECODER.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                if not is_last:
-                    raise RunFolderError(f"{path}:{number}: not a JSON object: {error}") from None
-                torn = True
-        if torn:
-            report(f"{path}:{number}: torn last line dropped ({len(line)} bytes)")
-            return
+    for _, event in _parsed_lines(Path(path), on_torn or logger.warning):
         yield event
 
 
@@ -99,8 +87,8 @@ def void_later(path: str | Path, keep: Callable[[dict[str, Any]], bool], suffix:
         return 0
     kept: list[bytes] = []
     moved: list[bytes] = []
-    for event in iter_events(path):
-        (kept if keep(event) else moved).append(encode_line(event))
+    for line, event in _parsed_lines(path, logger.warning):
+        (kept if keep(event) else moved).append(line)
     if not moved:
         return 0
     target = void_path(path, suffix)
@@ -111,6 +99,23 @@ def void_later(path: str | Path, keep: Callable[[dict[str, Any]], bool], suffix:
         replace_file(target, earlier + voided)
     replace_file(path, b"".join(kept))
     return len(moved)
+
+
+def _parsed_lines(path: Path, report: Callable[[str], None]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line as it is in the file, and what it says; the rules of `iter_events`."""
+    for number, line, is_last in _numbered_lines(path):
+        torn = not line.endswith(b"\n")
+        if not torn:
+            try:
+                event = _DECODER.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                if not is_last:
+                    raise RunFolderError(f"{path}:{number}: not a JSON object: {error}") from None
+                torn = True
+        if torn:
+            report(f"{path}:{number}: torn last line dropped ({len(line)} bytes)")
+            return
+        yield line, event
 
 
 def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:

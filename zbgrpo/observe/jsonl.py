@@ -19,7 +19,7 @@ def _plain(value: Any) -> Any:
         return os.fspath(value)
     if callable(item := getattr(value, "item", None)):
         return item()
-    raise NotImplementedError(f"cannot write a {type(value).__name__} as JSON")
+    raise NotImplementedError(f"cannot write a value of type {type(value).__name__} as JSON")
 
 
 _ENCODER = msgspec.json.Encoder(enc_hook=_plain)

@@ -8,6 +8,7 @@ flag before the bytes. A message through the kernel orders both, and the checksu
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 import mmap
 import os
@@ -183,7 +184,7 @@ class RingWriter:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes between the start of the oldest record not reclaimed and the end of the newest; 0 when there is none."""
+        """Bytes between the start of the oldest record not reclaimed and the end of the newest; 0 without one."""
         return self._end - self._records[0].start if self._records else 0
 
     @property
@@ -200,7 +201,9 @@ class RingWriter:
         """
         expected = frozenset(readers)
         if not expected or not expected <= frozenset(range(self._num_readers)):
-            raise ProtocolError(f"a ring record for readers {sorted(expected)} in a ring of {self._num_readers} readers")
+            raise ProtocolError(
+                f"a ring record for readers {sorted(expected)} in a ring of {self._num_readers} readers"
+            )
         views = [memoryview(frame) for frame in frames]
         length = record_bytes(view.nbytes for view in views)
         if length > self.capacity_bytes:
@@ -247,7 +250,8 @@ class RingWriter:
         """
         if self._linked:
             self._linked = False
-            os.unlink(self.path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
 
     def close(self) -> None:
         """Unmap the memory, and remove the name if `unlink` was not called. Calling it again changes nothing."""
@@ -328,7 +332,7 @@ class RingReader:
         record it describes: wrong magic, sequence, length or checksum.
         """
         sequence, offset, length = descriptor.sequence, descriptor.offset, descriptor.length
-        if not (0 <= offset and _RECORD_HEADER.size <= length and offset + length <= self.capacity_bytes):
+        if offset < 0 or length < _RECORD_HEADER.size or offset + length > self.capacity_bytes:
             raise ProtocolError(
                 f"descriptor of ring record {sequence} is corrupt: bytes {offset} to {offset + length} "
                 f"of a ring of {self.capacity_bytes}"

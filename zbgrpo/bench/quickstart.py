@@ -1,0 +1,290 @@
+"""Makes the quickstart's task and model, without any download: `python -m zbgrpo.bench.quickstart FOLDER [--seed N]`.
+
+The model is a tiny Qwen2 that a short supervised warm-up teaches to add two numbers of two digits, from worked examples
+about half of which end in a slip: the stated answer is ten too low. So the model knows how to add and is still right only
+about half of the time, on any question, seen or not. That is what GRPO can mend: nearly every group has right and wrong
+responses. A policy that is always right on some questions and never on the others would leave it no signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from zbgrpo.data.arithmetic import Pair, make_row, make_splits, worked_response
+from zbgrpo.data.chat import PromptRenderer
+
+if TYPE_CHECKING:
+    import torch
+
+RUN_FLAGS: list[str] = (
+    "-rt think_answer_tags -g 8 -ibs 16 -imbs 16 -tbs 16 -tMbs 16 -tmbs 64 -mpt 32 -mnt 24 -lr 1e-3 -kl 0 "
+    "--precision fp32 --max-steps 100 --max-staleness 2"
+).split()
+"""Flags of the quickstart run, beside the paths and the roles."""
+
+SAMPLING_TEMPERATURE = 0.6
+"""Temperature of every accuracy here; that of evaluation in a run."""
+
+ANSWER_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+PAD, END, USER, ASSISTANT = "<|endoftext|>", "<|im_end|>", "<|user|>", "<|assistant|>"
+
+# System messages are left out: the model is too small to follow one, and every prompt stays twelve tokens long.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '<|user|>' + message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}{{ '<|assistant|>' + message['content'] + '<|im_end|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+# How the tokenizers of the Qwen2 family cut text; transformers rebuilds it by itself for a model of this type.
+_QWEN2_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_MERGED_WORDS = ("What", "Ġis", "Ġ+")  # one token each, so that prompts are short; Ġ stands for a space
+_SLIP = 10
+_NUM_VALIDATION = 256
+_MAX_RESPONSE_TOKENS = 16  # a worked response has at most 14, with the end token
+
+
+class WarmUp(NamedTuple):
+    """Settings of the supervised warm-up. The defaults are the quickstart's; tests shorten it."""
+
+    num_steps: int = 300
+    batch_size: int = 64
+    learning_rate: float = 4e-3
+    slip_share: float = 0.53
+    target: tuple[float, float] = (0.40, 0.50)
+    """Sampled accuracy on the validation pairs that ends the warm-up."""
+    max_rounds: int = 10
+    """Most corrections of the slip share, if the accuracy is outside the target."""
+    steps_per_round: int = 15
+
+
+class Prepared(NamedTuple):
+    """What `prepare` wrote, and the sampled accuracy of the model."""
+
+    model: Path
+    train: Path
+    heldout: Path
+    validation_accuracy: float
+    heldout_accuracy: float
+    seconds: float
+
+
+def prepare(folder: str | Path, seed: int = 0, warm_up: WarmUp = WarmUp(), quiet: bool = False) -> Prepared:
+    """Writes `model/`, `train.jsonl` and `heldout.jsonl` into `folder` (made if missing, files replaced).
+
+    The same seed gives the same data everywhere, and the same model on machines that round alike.
+    """
+    import torch
+
+    started = time.monotonic()
+    say = (lambda text: None) if quiet else (lambda text: print(f"quickstart: {text}", flush=True))
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    splits = make_splits(seed)
+    train, heldout = folder / "train.jsonl", folder / "heldout.jsonl"
+    _write_rows(train, splits.train)
+    _write_rows(heldout, splits.heldout)
+    say(f"{len(splits.train)} training and {len(splits.heldout)} held-out questions, such as 'What is 17 + 25?'")
+    with _two_threads(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer = make_tokenizer()
+        model = make_model(tokenizer)
+        say(f"a Qwen2 model of {sum(weight.numel() for weight in model.parameters()):,} parameters, supervised warm-up:")
+        pupil = _Pupil(model, tokenizer, splits.warmup, seed)
+        validation_accuracy = _teach(pupil, warm_up, say)
+        heldout_accuracy = pupil.accuracy(splits.heldout)
+    tokenizer.save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")
+    seconds = time.monotonic() - started
+    say(f"held-out accuracy after the warm-up {heldout_accuracy:.2f}; all in {folder}, after {seconds:.0f} s")
+    return Prepared(folder / "model", train, heldout, validation_accuracy, heldout_accuracy, seconds)
+
+
+def make_tokenizer() -> Any:
+    """A byte-level tokenizer that gives back any text (in Unicode form NFC): digits and answer tags are one token each."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [(word[:end], word[end]) for word in _MERGED_WORDS for end in range(1, len(word))]
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + [left + right for left, right in merges]
+    core = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=merges))
+    core.normalizer = normalizers.NFC()
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN2_PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([PAD, END, USER, ASSISTANT])
+    # Not special: skip_special_tokens must leave the tags in the text, for the reward reads them.
+    core.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in ANSWER_TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=END, pad_token=PAD, unk_token=PAD, chat_template=CHAT_TEMPLATE
+    )
+
+
+def make_model(tokenizer: Any) -> Any:
+    """The untrained model: float32, tied embeddings, weights from torch's global generator."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=math.ceil(len(tokenizer) / 16) * 16,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+class _Pupil:
+    """The model with what it needs to be taught and examined."""
+
+    def __init__(self, model: Any, tokenizer: Any, pairs: Sequence[Pair], seed: int) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.validation, self.examples = pairs[:_NUM_VALIDATION], pairs[_NUM_VALIDATION:]
+        self._renderer = PromptRenderer(tokenizer, None, max_prompt_tokens=32)
+        self._random = np.random.Generator(np.random.Philox(key=seed))
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def step(self, batch_size: int, learning_rate: float, slip_share: float) -> None:
+        """One optimizer step on `batch_size` worked examples, of which `slip_share` on average end in a slip."""
+        import torch
+
+        if self._optimizer is None:
+            self._optimizer = torch.optim.Adam(self.model.parameters(), lr=learning_rate, betas=(0.9, 0.98))
+        self._optimizer.param_groups[0]["lr"] = learning_rate
+        ids, labels = self._batch(batch_size, slip_share)
+        loss = self.model(input_ids=ids, labels=labels).loss
+        self._optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+
+    def accuracy(self, pairs: Sequence[Pair]) -> float:
+        """Share of right answers in the right form, one sampled response per pair."""
+        import torch
+
+        prompts = torch.tensor(self._prompts(pairs))  # all of one length, for every operand has two digits
+        with torch.no_grad():
+            sequences = self.model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                do_sample=True,
+                temperature=SAMPLING_TEMPERATURE,
+                top_k=0,
+                max_new_tokens=_MAX_RESPONSE_TOKENS,
+            )
+        responses = self.tokenizer.batch_decode(sequences[:, prompts.shape[1] :], skip_special_tokens=True)
+        endings = [f"</think><answer>{pair.a + pair.b}</answer>" for pair in pairs]
+        right = [text.startswith("<think>") and text.endswith(end) for text, end in zip(responses, endings, strict=True)]
+        return sum(right) / len(pairs)
+
+    def _batch(self, batch_size: int, slip_share: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and labels, int64 [batch_size, longest], padded on the right; only responses have labels."""
+        import torch
+
+        chosen = [self.examples[index] for index in self._random.integers(len(self.examples), size=batch_size)]
+        swapped = self._random.random(batch_size) < 0.5
+        pairs = [Pair(pair.b, pair.a) if swap else pair for pair, swap in zip(chosen, swapped, strict=True)]
+        slips = self._random.random(batch_size) < slip_share
+        texts = [
+            worked_response(pair, pair.a + pair.b - _SLIP * bool(slip)) + END
+            for pair, slip in zip(pairs, slips, strict=True)
+        ]
+        responses = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        prompts = self._prompts(pairs)
+        longest = max(len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True))
+        ids = torch.full((batch_size, longest), self.tokenizer.pad_token_id)
+        labels = torch.full_like(ids, -100)
+        for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            end = len(prompt) + len(response)
+            ids[row, :end] = torch.tensor(prompt + response)
+            labels[row, len(prompt) : end] = torch.tensor(response)
+        return ids, labels
+
+    def _prompts(self, pairs: Sequence[Pair]) -> list[list[int]]:
+        return self._renderer.render_batch([[make_row(pair)["messages"]] for pair in pairs])
+
+
+def _teach(pupil: _Pupil, warm_up: WarmUp, say: Any) -> float:
+    """The warm-up: a main part of fixed length, then short corrections; returns the last validation accuracy.
+
+    The share of slips among the examples sets how often the model is right, since it learns to be as unsure as they are.
+    What is left of chance is corrected at the end, by more or fewer slips, until the accuracy is inside the target.
+    """
+    low, high = warm_up.target
+    for step in range(1, warm_up.num_steps + 1):
+        pupil.step(warm_up.batch_size, warm_up.learning_rate * _schedule(step, warm_up.num_steps), warm_up.slip_share)
+        if step % max(1, warm_up.num_steps // 4) == 0:
+            accuracy = pupil.accuracy(pupil.validation)
+            say(f"  step {step}: sampled accuracy {accuracy:.2f}")
+    accuracy = pupil.accuracy(pupil.validation)
+    slip_share = warm_up.slip_share
+    for _ in range(warm_up.max_rounds):
+        if low <= accuracy <= high:
+            break
+        slip_share = min(0.95, max(0.05, slip_share + accuracy - (low + high) / 2))
+        for _ in range(warm_up.steps_per_round):
+            pupil.step(warm_up.batch_size, warm_up.learning_rate * _LAST_RATE, slip_share)
+        accuracy = pupil.accuracy(pupil.validation)
+        say(f"  corrected: sampled accuracy {accuracy:.2f}")
+    return accuracy
+
+
+_LAST_RATE = 0.05
+
+
+def _schedule(step: int, num_steps: int) -> float:
+    """Factor of the learning rate: up over 20 steps, then a cosine down to `_LAST_RATE`."""
+    cosine = 0.5 * (1 + math.cos(math.pi * step / num_steps))
+    return min(1.0, step / 20) * (_LAST_RATE + (1 - _LAST_RATE) * cosine)
+
+
+@contextmanager
+def _two_threads() -> Iterator[None]:
+    """At most two threads: more only get into each other's way on matrices this small."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(2, before))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _write_rows(file: Path, pairs: Sequence[Pair]) -> None:
+    file.write_text("".join(json.dumps(make_row(pair)) + "\n" for pair in pairs), encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line of `prepare`."""
+    parser = argparse.ArgumentParser(prog="python -m zbgrpo.bench.quickstart", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("folder", help="where model/, train.jsonl and heldout.jsonl go")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    prepare(options.folder, options.seed)
+
+
+if __name__ == "__main__":
+    main()

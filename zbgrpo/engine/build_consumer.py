@@ -1,0 +1,251 @@
+"""A consumer rank from configuration to the end of its loop."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zbgrpo.algorithms.packing import PackingRules
+from zbgrpo.checkpoint.model_folder import load_model, load_tokenizer
+from zbgrpo.config.load import to_tree
+from zbgrpo.config.schema import RunConfig
+from zbgrpo.engine import startup
+from zbgrpo.engine.common import device_of, dtype_of, gather_nodes, make_channel, say_hello
+from zbgrpo.engine.consumer import Consumer
+from zbgrpo.engine.finished import mark_finished, save_folder
+from zbgrpo.engine.hub_process import ChildProcess
+from zbgrpo.engine.lifecycle import Rank
+from zbgrpo.engine.recorder import Recorder
+from zbgrpo.errors import NoEffectiveGroupsError, PeerLostError
+from zbgrpo.groups.process_groups import ProcessGroups, connect, disconnect, make_groups
+from zbgrpo.observe.events import EventLog
+from zbgrpo.observe.logs import setup_rank_logging
+from zbgrpo.observe.metrics import MetricsWriter
+from zbgrpo.observe.progress import Progress, print_closing_table
+from zbgrpo.observe.timeledger import IMBALANCE, TimeLedger
+from zbgrpo.trainer.schedule import schedule_steps
+from zbgrpo.trainer.torch_backend import TorchTrainer
+from zbgrpo.transport import messages as m
+from zbgrpo.transport.plan_stream import PlanReader
+from zbgrpo.transport.ring import RingReader
+from zbgrpo.weights.manifest import WeightManifest
+from zbgrpo.weights.publisher import Sent, WeightPublisher
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Parts:
+    """What a consumer has made on its way, for the end to undo."""
+
+    document: startup.Document
+    children: list[ChildProcess]
+    lock: Any = None
+    recorder: Recorder | None = None
+    progress: Progress | None = None
+    writer: MetricsWriter | None = None
+
+
+def run_consumer(rank: Rank) -> str:
+    """Start, train, end. Returns why the run ended."""
+    config, env = rank.config, rank.env
+    ledger = TimeLedger(started=rank.started)
+    if env.rank == 0:
+        setup_rank_logging(startup.log_folder(config), 0, "consumer 0", console=True)
+    tokenizer, renderer, rows, evaluation = _read_inputs(rank)
+    store = connect(env, config)
+    nodes = gather_nodes(store, rank)
+    if env.rank == 0:
+        prepared = startup.prepare(config, env, rank.topology, nodes, renderer, rows, evaluation)
+        startup.publish(store, prepared.document)
+        parts = _Parts(prepared.document, [prepared.hub], prepared.lock)
+    else:
+        parts = _Parts(startup.receive(store), [])
+        setup_rank_logging(parts.document.log_dir, env.rank, f"consumer {rank.info.index}")
+    address = _plan_address(rank, store, parts, nodes)
+    groups = make_groups(store, rank.topology, config)
+    trainer = _build_trainer(rank, groups, parts.document, ledger)
+    document = parts.document
+    if document.resume_folder is not None:
+        trainer.load_state(Path(document.resume_folder) / "trainer", document.version)
+    events = EventLog(Path(document.log_dir) / "events" / f"rank-{env.rank}.jsonl")
+    rank.channel = channel = make_channel(config, document, document.hub, rank.name)
+    channel.start()
+    publisher = _build_publisher(rank, store, groups, trainer, events)
+    ring = RingReader.attach(address[1], address[2])
+    reader_channel = make_channel(config, document, address[0], f"reader:{env.rank}")
+    reader = PlanReader(reader_channel, ring).start()
+    for each in (channel, reader_channel):
+        say_hello(each, rank, nodes[env.rank])
+    dist.barrier()
+    rank.stop.install()
+    if env.rank == 0:
+        _open_books(config, parts, ledger)
+    consumer = Consumer(
+        config,
+        rank=env.rank,
+        run_id=document.run_id,
+        trainer=trainer,
+        tokenizer=tokenizer,
+        group=groups.consumers,
+        reader=reader,
+        channel=channel,
+        publisher=publisher,
+        recorder=parts.recorder,
+        ledger=ledger,
+        events=events,
+        version=document.version,
+        evaluating=document.evaluate_first,
+        check_alive=lambda: _check_alive(parts),
+        stop_requested=rank.stop.requested,
+    )
+    reason = consumer.run()
+    if env.rank != 0:
+        # Their goodbyes are what the hub waits for before it gives rank 0 the totals.
+        reader.close()
+        consumer.finish()
+        channel.close(drain_seconds=config.transport.peer_timeout_seconds)
+    else:
+        final = consumer.finish()
+        reader.close()
+        channel.close(drain_seconds=config.transport.peer_timeout_seconds)
+        assert final is not None
+        _close_books(rank, parts, consumer, final, reason)
+    events.close()
+    for child in parts.children:
+        child.close(timeout_seconds=30.0)
+    disconnect()
+    return reason
+
+
+def _read_inputs(rank: Rank) -> tuple[Any, Any, Any, Any]:
+    """Rank 0 reads what a user can get wrong first, before anything else is started."""
+    if rank.env.rank != 0:
+        return None, None, None, None
+    config = rank.config
+    rows = startup.load_data(config)
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+    renderer = startup.make_renderer(config, tokenizer)
+    return tokenizer, renderer, rows, startup.load_evaluation(config, renderer)
+
+
+def _plan_address(rank: Rank, store: Any, parts: _Parts, nodes: list[int]) -> tuple[dict[str, str], str, int]:
+    """Where this rank's plan comes from: address, ring path and size of the hub, or of its node's relay."""
+    document, node = parts.document, nodes[rank.env.rank]
+    if node == nodes[0]:
+        return document.hub, document.ring_path, document.ring_bytes
+    key = f"relay/{node}"
+    if rank.env.rank == min(r for r in rank.topology.consumer_ranks if nodes[r] == node):
+        relay = startup.start_relay(rank.config, rank.env, rank.topology, document, rank.env.rank)
+        parts.children.append(relay)
+        store.set(f"{key}/endpoint", relay.started.address["endpoint"])
+        store.set(f"{key}/ring", f"{relay.started.ring_bytes} {relay.started.ring_path}")
+    size, path = store.get(f"{key}/ring").decode().split(" ", 1)
+    return {"endpoint": store.get(f"{key}/endpoint").decode()}, path, int(size)
+
+
+def _build_trainer(rank: Rank, groups: ProcessGroups, document: startup.Document, ledger: TimeLedger) -> TorchTrainer:
+    config, device, dtype = rank.config, device_of(rank), dtype_of(rank.config)
+    model = load_model(config.model.path, dtype, device)
+    reference = None
+    if config.algorithm.kl_coeff:
+        reference = load_model(config.model.path, dtype, device).eval().requires_grad_(False)
+    return TorchTrainer(
+        model,
+        reference,
+        config.trainer,
+        config.algorithm,
+        rules=PackingRules(
+            config.trainer.train_microbatch_size, config.ledger.max_token_lag, bool(config.algorithm.mask_truncated)
+        ),
+        temperature=config.inference.temperature,
+        num_schedule_steps=schedule_steps(config.data.num_episodes, document.num_schedule_rows, config.groups_per_step),
+        group=groups.consumers if len(rank.topology.consumer_ranks) > 1 else None,
+        wait=lambda: ledger.phase(IMBALANCE),
+    )
+
+
+def _build_publisher(
+    rank: Rank, store: Any, groups: ProcessGroups, trainer: TorchTrainer, events: EventLog
+) -> WeightPublisher | None:
+    if rank.env.rank != rank.topology.source_rank(rank.info.pp_index):
+        return None
+    config, channel = rank.config, rank.channel
+    assert channel is not None
+    manifest = WeightManifest.of(trainer.model, dtype_of(config), config.weights.bucket_bytes)
+    store.set(f"manifest/{rank.info.pp_index}", manifest.encode())
+
+    def sent(done: Sent) -> None:
+        events.append("published", version=done.version, digest=done.digest, seconds=done.seconds)
+
+    return WeightPublisher(
+        groups.weights[rank.info.pp_index],
+        rank.env.rank,
+        manifest,
+        lambda broadcast, version: channel.send(m.WeightsStart(broadcast, version)),
+        device=device_of(rank) if config.weights.staging == "device" else torch.device("cpu"),
+        timeout_seconds=config.weights.timeout_seconds,
+        on_sent=sent,
+    )
+
+
+def _check_alive(parts: _Parts) -> None:
+    for child in parts.children:
+        if (status := child.poll()) not in (None, 0):
+            raise PeerLostError(f"the hub process ended with status {status}")
+
+
+def _open_books(config: RunConfig, parts: _Parts, ledger: TimeLedger) -> None:
+    document = parts.document
+    log_dir = Path(document.log_dir)
+    parts.writer = MetricsWriter(
+        log_dir,
+        tensorboard=config.observe.tensorboard,
+        wandb=config.observe.wandb,
+        project=config.project,
+        config_dict=to_tree(config),
+        first_step=document.version + 1,
+    )
+    total = config.data.num_episodes * len(document.usable) // config.groups_per_step
+    if config.ledger.max_steps is not None:
+        total = min(total, config.ledger.max_steps)
+    parts.progress = Progress(total, config.observe.progress, sys.stdout, done_steps=document.version)
+    if document.version:
+        parts.progress.note(f"going on from {document.resume_folder}")
+    parts.recorder = Recorder(config, parts.writer, parts.progress, ledger, log_dir)
+
+
+def _close_books(rank: Rank, parts: _Parts, consumer: Consumer, final: m.FinalReport, reason: str) -> None:
+    config, document = rank.config, parts.document
+    assert parts.recorder is not None and parts.progress is not None and parts.writer is not None
+    limit = config.ledger.max_steps
+    data_used_up = reason == "end" and (limit is None or consumer.version < limit)
+    if reason == "end":
+        mark_finished(config, consumer.version, data_used_up)
+    saved = save_folder(config)
+    paths = {
+        "model": saved / f"step-{consumer.version}",
+        "state": saved / f"state-{consumer.version}",
+        "logs": Path(document.log_dir),
+        "rollouts": Path(config.observe.rollout_save_dir) / config.project,
+    }
+    if reason != "end":
+        del paths["model"]
+    names = {f"{info.role.value}:{info.index}": info.rank for info in rank.topology.ranks if info.tp_index == 0}
+    exit_reason = {"end": "finished", "stop": f"stopped by {rank.stop.requested() or 'request'}"}[reason]
+    summary = parts.recorder.summary(final, consumer.version, exit_reason, names, paths)
+    parts.progress.close()
+    print_closing_table(summary, sys.stdout)
+    parts.writer.close()
+    parts.lock.release()
+    if reason == "end" and consumer.version == 0 and final.counts["filtered"]:
+        raise NoEffectiveGroupsError(
+            f"no group was effective: {final.counts['filtered']} groups were filtered (filter_range "
+            f"{config.algorithm.filter_range}); the task may be too hard or too easy for the model"
+        )

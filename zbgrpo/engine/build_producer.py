@@ -1,0 +1,107 @@
+"""A producer rank from configuration to the end of its loop."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zbgrpo.checkpoint.model_folder import load_model, load_tokenizer
+from zbgrpo.engine import startup
+from zbgrpo.engine.common import device_of, dtype_of, gather_nodes, make_channel, say_hello
+from zbgrpo.engine.lifecycle import Rank
+from zbgrpo.engine.producer import Producer, PromptSource
+from zbgrpo.groups.process_groups import connect, disconnect, make_groups
+from zbgrpo.inference.base import InferenceBackend
+from zbgrpo.observe.events import EventLog
+from zbgrpo.observe.logs import setup_rank_logging
+from zbgrpo.observe.timeledger import TimeLedger
+from zbgrpo.rewards.messages import RewardSpec
+from zbgrpo.rewards.pool import RewardPool
+from zbgrpo.rewards.prompts import default_stop_strings
+from zbgrpo.weights.manifest import WeightManifest
+from zbgrpo.weights.subscriber import WeightSubscriber
+
+logger = logging.getLogger(__name__)
+
+
+def run_producer(rank: Rank) -> str:
+    """Start, generate, end. Returns why the run ended."""
+    config, env = rank.config, rank.env
+    ledger = TimeLedger(started=rank.started)
+    store = connect(env, config)
+    nodes = gather_nodes(store, rank)
+    document = startup.receive(store)
+    log_dir = Path(document.log_dir)
+    setup_rank_logging(log_dir, env.rank, f"producer {rank.info.index}")
+    groups = make_groups(store, rank.topology, config)
+    device, dtype = device_of(rank), dtype_of(config)
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+    model = load_model(config.model.path, dtype, device)
+    manifest = WeightManifest.of(model, dtype, config.weights.bucket_bytes)
+    manifest.check_equal(store.get("manifest/0"))
+    pool = RewardPool(
+        RewardSpec(config.reward.type, config.reward.time_limit_seconds), num_workers=config.reward.num_workers
+    )
+    events = EventLog(log_dir / "events" / f"rank-{env.rank}.jsonl")
+    backend = _build_backend(rank, model, tokenizer)
+    subscriber = WeightSubscriber(
+        groups.weights[0],
+        rank.topology.source_rank(0),
+        manifest,
+        backend.live_weights(),
+        device=device,
+        on_applied=lambda version, digest: events.append("live_digest", version=version, digest=digest),
+    )
+    rank.channel = channel = make_channel(config, document, document.hub, rank.name)
+    channel.start()
+    say_hello(channel, rank, nodes[env.rank])
+    dist.barrier()
+    rank.stop.install()
+    producer = Producer(
+        config,
+        index=rank.info.index,
+        backend=backend,
+        pool=pool,
+        prompts=_prompt_source(rank, tokenizer, document.usable),
+        channel=channel,
+        subscriber=subscriber,
+        ledger=ledger,
+        events=events,
+        stop_requested=rank.stop.requested,
+    )
+    try:
+        reason = producer.run()
+    finally:
+        pool.close()
+    subscriber.close()
+    backend.close()
+    channel.close(drain_seconds=config.transport.peer_timeout_seconds)
+    events.close()
+    disconnect()
+    return reason
+
+
+def _build_backend(rank: Rank, model: Any, tokenizer: Any) -> InferenceBackend:
+    from zbgrpo.inference.transformers_backend import TransformersBackend
+
+    config = rank.config
+    stop = config.inference.stop
+    if stop is None:
+        stop = default_stop_strings(config.reward.type)
+    return TransformersBackend(model, tokenizer, config.inference, stop, config.data.max_prompt_tokens)
+
+
+def _prompt_source(rank: Rank, tokenizer: Any, usable: list[int]) -> PromptSource:
+    config = rank.config
+    renderer = startup.make_renderer(config, tokenizer)
+
+    def decode(token_ids: list[int]) -> str:
+        # Special tokens go, so that an end token is not part of the answer; stop strings are ordinary text and stay.
+        text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    rows = startup.load_data(config)
+    return PromptSource(rows, usable, renderer.render, decode, startup.load_evaluation(config, renderer))

@@ -1,0 +1,66 @@
+"""What both roles do at start-up: devices, dtypes, nodes, channels."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from zbgrpo.config.schema import RunConfig
+from zbgrpo.engine.hub_process import address_of
+from zbgrpo.engine.lifecycle import Rank
+from zbgrpo.engine.startup import MAX_MESSAGE_BYTES, Document
+from zbgrpo.errors import PeerLostError
+from zbgrpo.transport import messages as m
+from zbgrpo.transport.channel import Channel, Timing
+from zbgrpo.transport.wire import Sender
+
+logger = logging.getLogger(__name__)
+
+
+def device_of(rank: Rank) -> torch.device:
+    """This rank's GPU, or the CPU. With fewer GPUs than ranks they are shared."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", rank.env.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def dtype_of(config: RunConfig) -> torch.dtype:
+    """The dtype that both roles compute in and weights travel in."""
+    return torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
+
+
+def gather_nodes(store: Any, rank: Rank) -> list[int]:
+    """Node of every rank, by rank."""
+    store.set(f"node/{rank.env.rank}", str(rank.env.node_rank))
+    return [int(store.get(f"node/{other}")) for other in range(rank.env.world_size)]
+
+
+def make_channel(config: RunConfig, document: Document, address: dict[str, str], name: str) -> Channel:
+    """A channel to a hub or relay, not started."""
+    transport = config.transport
+    timing = Timing(transport.heartbeat_seconds, transport.peer_timeout_seconds, transport.resend_seconds)
+    return Channel(address_of(address), Sender(document.run_id, name), timing, MAX_MESSAGE_BYTES)
+
+
+def say_hello(channel: Channel, rank: Rank, node: int) -> None:
+    """Introduce this rank and wait until the hub has heard it; raises `PeerLostError`."""
+    channel.send(m.Hello(rank.env.rank, node, rank.info.dp_index))
+    if not wait_drained(channel, rank.config.cluster.timeout_seconds):
+        raise PeerLostError(f"the hub does not answer rank {rank.env.rank}")
+
+
+def wait_drained(channel: Channel, timeout_seconds: float) -> bool:
+    """Wait until everything sent has been acknowledged."""
+    import time
+
+    deadline = time.monotonic() + timeout_seconds
+    while not channel.drained():
+        channel.check()
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True

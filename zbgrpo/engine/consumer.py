@@ -1,0 +1,231 @@
+"""The consumer's loop: one rank that trains.
+
+consumes      the plan stream: TRAIN entries with this rank's groups, SAVE, EVAL, STOP, END
+waits for     the next entry (starved); in `commit`, the slowest consumer (imbalance)
+unblocked by  the hub, as soon as a minibatch of effective groups has arrived
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from zbgrpo.config.schema import RunConfig
+from zbgrpo.engine import saving
+from zbgrpo.engine.recorder import Recorder
+from zbgrpo.errors import PeerLostError
+from zbgrpo.ledger.records import PlanEntry, PlanKind
+from zbgrpo.observe import timeledger as phases
+from zbgrpo.observe.events import EventLog
+from zbgrpo.observe.timeledger import TimeLedger
+from zbgrpo.trainer.base import TrainerBackend
+from zbgrpo.transport import messages as m
+from zbgrpo.transport.channel import Channel
+from zbgrpo.transport.plan_stream import PlannedEntry, PlanReader, TrainGroup
+from zbgrpo.weights.publisher import WeightPublisher
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.1
+
+
+class Consumer:
+    """Runs one consumer rank to the end of the plan."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        rank: int,
+        run_id: str,
+        trainer: TrainerBackend,
+        tokenizer: Any,
+        group: dist.ProcessGroup | None,
+        reader: PlanReader,
+        channel: Channel,
+        publisher: WeightPublisher | None,
+        recorder: Recorder | None,
+        ledger: TimeLedger,
+        events: EventLog,
+        version: int,
+        evaluating: bool,
+        check_alive: Callable[[], None],
+        stop_requested: Callable[[], str | None],
+    ) -> None:
+        """`publisher` on source ranks, `recorder` on rank 0 only; `check_alive` raises when the hub is gone."""
+        self.config, self.rank, self.run_id = config, rank, run_id
+        self.trainer, self.tokenizer, self.group = trainer, tokenizer, group
+        self.reader, self.channel, self.publisher, self.recorder = reader, channel, publisher, recorder
+        self.time, self.events = ledger, events
+        self.version, self.evaluating = version, evaluating
+        self.check_alive, self.stop_requested = check_alive, stop_requested
+        self.saved_version = version
+        self._states: dict[int, dict[str, Any]] = {}
+        self._final: m.FinalReport | None = None
+        self._stop_sent = self._trained_any = False
+        self._stall_seconds = 0.0
+        self._step_groups: list[TrainGroup] = []
+
+    def run(self) -> str:
+        """The loop. Returns why the run ended (`end`, `stop`)."""
+        if self.publisher is not None:
+            self.publisher.publish(self.version, self.trainer.weights(), pinned=True)
+        while True:
+            entry, groups = self._next_entry()
+            match entry.kind:
+                case PlanKind.TRAIN:
+                    self._train(entry, groups)
+                case PlanKind.SAVE:
+                    self._save(entry.version)
+                case PlanKind.EVAL:
+                    self.evaluating = True
+                case PlanKind.STOP:
+                    self.trainer.discard()
+                    if self.rank == 0:
+                        self.channel.send(m.SnapshotRequest(self.version))
+                    self._save_state(self.version)
+                    return entry.kind.value
+                case PlanKind.END:
+                    return entry.kind.value
+
+    # ------------------------------------------------------------------------------------------ waiting
+
+    def _next_entry(self) -> PlannedEntry:
+        while True:
+            planned = self.reader.next_entry(0.0)
+            if planned is None:
+                with self.time.phase(self._waiting_phase()):
+                    planned = self.reader.next_entry(_POLL_SECONDS)
+            self._take_messages()
+            if planned is not None:
+                return planned
+
+    def _waiting_phase(self) -> str:
+        if not self._trained_any:
+            return phases.STARTUP
+        # With a single producer nothing is generated for training while it evaluates.
+        alone = self.config.cluster.num_inferencer == 1
+        return phases.EVAL if self.evaluating and alone else phases.STARVED
+
+    def _take_messages(self) -> None:
+        self.check_alive()
+        if self.publisher is not None:
+            self.publisher.check()
+        while (received := self.channel.receive()) is not None:
+            self._handle(received.message)
+        if (reason := self.stop_requested()) and not self._stop_sent:
+            self._stop_sent = True
+            self.channel.send(m.StopRequest(reason))
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case m.StepReport():
+                assert self.recorder is not None
+                self.recorder.report(message)
+            case m.LedgerState(version, state):
+                self._states[version] = state
+            case m.EvaluationDone():
+                self.evaluating = False
+                if self.recorder is not None:
+                    self.recorder.evaluation(message)
+            case m.FinalReport():
+                self._final = message
+            case _:
+                raise AssertionError(f"the hub sent {type(message).__name__} to a consumer")
+
+    def _wait_for(self, ready: Callable[[], Any], what: str) -> Any:
+        """Handle messages until `ready()` gives something; bounded by the peer timeout."""
+        turns = int(self.config.transport.peer_timeout_seconds / _POLL_SECONDS)
+        for _ in range(turns):
+            if (value := ready()) is not None:
+                return value
+            received = self.channel.receive(_POLL_SECONDS)
+            if received is not None:
+                self._handle(received.message)
+            self.check_alive()
+        raise PeerLostError(f"the hub did not send {what} within {self.config.transport.peer_timeout_seconds:.0f} s")
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def _train(self, entry: PlanEntry, groups: list[TrainGroup]) -> None:
+        if not self._trained_any:
+            self._trained_any = True
+        with self.time.phase(phases.BUSY):
+            self.trainer.train_minibatch([group.payload for group in groups], entry.version)
+        self.channel.send(m.Trained(entry.sequence))
+        for header, _ in groups:
+            self.events.append(
+                "trained",
+                lease=header.lease_id,
+                uid=[header.episode, header.row],
+                crc=header.crc,
+                step=entry.version,
+                oldest=header.oldest_version,
+                newest=header.newest_version,
+            )
+        self._step_groups += groups
+        if entry.closes_step:
+            self._commit(entry)
+
+    def _commit(self, entry: PlanEntry) -> None:
+        with self.time.phase(phases.BUSY):
+            result = self.trainer.commit()
+        self.version = entry.version + 1
+        self.channel.send(m.TimeReport(self.time.snapshot(), {}), m.Committed(self.version, result.skipped))
+        broadcast = None
+        if self.publisher is not None:
+            with self.time.phase(phases.BLOCKED_ON_WEIGHTS):
+                self.publisher.publish(self.version, self.trainer.weights(), pinned=entry.pin_version)
+            broadcast = self.publisher.last.seconds if self.publisher.last is not None else None
+        self.events.append("commit", version=self.version, skipped=result.skipped)
+        self.events.flush()
+        if self.recorder is not None:
+            with self.time.phase(phases.BUSY):
+                stall = self.publisher.stall_seconds if self.publisher is not None else 0.0
+                self.recorder.step(self.version, result, broadcast, stall - self._stall_seconds)
+                self._stall_seconds = stall
+                self.recorder.rollouts(entry.version, self._step_groups, self.tokenizer.decode)
+        self._step_groups.clear()
+
+    # ------------------------------------------------------------------------------------------ saving
+
+    def _save(self, version: int) -> None:
+        self._save_state(version)
+        if self.rank == 0:
+            with self.time.phase(phases.CHECKPOINT):
+                saving.save_model(self.config, self.trainer, self.tokenizer, version)
+
+    def _save_state(self, version: int) -> None:
+        if version == self.saved_version and version > 0:
+            return
+        with self.time.phase(phases.CHECKPOINT):
+            token = f"{self.run_id[:8]}-{version}"
+            saving.save_state(
+                self.config, self.trainer, self.group, self.rank, version, token, lambda: self._ledger_state(version)
+            )
+        self.saved_version = version
+        self.events.append("saved", version=version)
+        self.events.flush()
+
+    def _ledger_state(self, version: int) -> dict[str, Any]:
+        state: dict[str, Any] = self._wait_for(lambda: self._states.pop(version, None), f"the ledger of step {version}")
+        return state
+
+    # ------------------------------------------------------------------------------------------ the end
+
+    def finish(self) -> m.FinalReport | None:
+        """Send the last times; on rank 0 wait until everybody else has left and return the totals."""
+        with self.time.phase(phases.SHUTDOWN):
+            if self.publisher is not None:
+                self.publisher.close()
+            if self.recorder is None:
+                self.channel.send(m.TimeReport(self.time.snapshot(), {}))
+                return None
+            recorder = self.recorder
+            self._wait_for(lambda: recorder.num_waiting == 0 or None, "the last step's report")
+            final: m.FinalReport = self._wait_for(lambda: self._final, "its totals")
+        final.times["consumer:0"] = m.TimeReport(self.time.snapshot(), {})
+        return final

@@ -1,0 +1,85 @@
+"""What consumer 0 tells the hub when it starts it, and what the hub answers. Plain JSON over the child's pipes."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from msgspec import Struct
+
+from zbgrpo.ledger.records import LedgerOptions
+from zbgrpo.transport.channel import Timing
+
+
+class ReaderSpec(Struct, frozen=True):
+    """One consumer rank: where it is, and which groups it trains."""
+
+    rank: int
+    node: int
+    dp_index: int
+
+    @property
+    def name(self) -> str:
+        return f"reader:{self.rank}"
+
+
+class HubSpec(Struct, frozen=True, kw_only=True):
+    """Everything the hub needs; a relay uses the transport part of it."""
+
+    run_id: str
+    node: int
+    host: Optional[str]
+    """None: `ipc://`, when all ranks are on one node."""
+    curve: bool
+    timing: Timing
+    ring_bytes: int
+    max_message_bytes: int
+    readers: list[ReaderSpec]
+    events_path: str
+    hub_address: Optional[dict[str, str]] = None
+    """For a relay: where the hub is."""
+    num_rows: int = 0
+    num_episodes: int = 1
+    seed: int = 0
+    groups_per_step: int = 1
+    groups_per_minibatch: int = 1
+    dp_size: int = 1
+    num_producers: int = 1
+    leases_per_producer: int = 1
+    buffer_limit: int = 1
+    max_staleness: int = 2
+    stale: str = "mask"
+    max_steps: Optional[int] = None
+    save_interval: Optional[int] = None
+    eval_interval: Optional[int] = None
+    eval_rows: dict[str, int] = {}
+    evaluate_first: bool = False
+    """Evaluate the version that the run starts with."""
+    restored: Optional[dict[str, Any]] = None
+    """A snapshot of the ledger; bytes in it travel as base64."""
+
+    def ledger_options(self, order: Any) -> LedgerOptions:
+        """The ledger's share of the spec."""
+        return LedgerOptions(
+            num_rows=self.num_rows,
+            num_episodes=self.num_episodes,
+            groups_per_step=self.groups_per_step,
+            groups_per_minibatch=self.groups_per_minibatch,
+            dp_size=self.dp_size,
+            num_producers=self.num_producers,
+            leases_per_producer=self.leases_per_producer,
+            buffer_limit=self.buffer_limit,
+            order=order,
+            max_staleness=self.max_staleness,
+            stale="wait" if self.stale == "wait" else "mask",
+            max_steps=self.max_steps,
+            save_interval=self.save_interval,
+            eval_interval=self.eval_interval,
+        )
+
+
+class HubStarted(Struct, frozen=True):
+    """First line of the hub's standard output."""
+
+    address: dict[str, str]
+    ring_path: str
+    ring_bytes: int

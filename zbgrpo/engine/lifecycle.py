@@ -1,0 +1,113 @@
+"""From a parsed configuration to an exit status: how a rank starts, runs its loop and ends.
+
+The only place that catches everything: a rank that fails says so in one line, tells the hub, and ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+import traceback
+from types import FrameType
+
+from zbgrpo.config.schema import RunConfig
+from zbgrpo.errors import EXIT_STOPPED, EXIT_USER_ERROR, PeerLostError, UserError
+from zbgrpo.observe.logs import error_line
+from zbgrpo.topology.env import TorchrunEnv
+from zbgrpo.topology.roles import Topology
+from zbgrpo.transport import messages as m
+from zbgrpo.transport.channel import Channel
+from zbgrpo.types import Role
+
+logger = logging.getLogger(__name__)
+
+
+class StopSignal:
+    """Remembers that the job was asked to stop: SIGTERM, SIGUSR1, or the first Ctrl-C."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+
+    def install(self) -> None:
+        """Catch the signals from now on. A second Ctrl-C interrupts at once."""
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._caught)
+
+    def requested(self) -> str | None:
+        """Name of the signal, or None."""
+        return self._reason
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        self._reason = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Rank:
+    """What the ends of a rank need to know of it, wherever it has got to."""
+
+    def __init__(self, config: RunConfig, env: TorchrunEnv) -> None:
+        self.config, self.env = config, env
+        self.topology = Topology.build(config, env.world_size)
+        self.info = self.topology[env.rank]
+        self.stop = StopSignal()
+        self.channel: Channel | None = None
+        self.started = time.monotonic()
+
+    @property
+    def name(self) -> str:
+        """The peer name of this rank."""
+        return f"{self.info.role.value}:{self.info.index}"
+
+
+def run_rank(config: RunConfig, env: TorchrunEnv) -> int:
+    """Run this rank to its end; the exit status: 0 finished, 85 stopped and saved, 2 user's error, 1 failure."""
+    rank = Rank(config, env)
+    try:
+        reason = _run_role(rank)
+    except PeerLostError as error:
+        # The rank that failed first has said why; this one only follows.
+        logger.error("%s", error)
+        if not _is_echo(error):
+            print(error_line(env.rank, str(rank.info), error), file=sys.stderr, flush=True)
+        return 1
+    except UserError as error:
+        _report(rank, error)
+        return EXIT_USER_ERROR
+    except (Exception, KeyboardInterrupt) as error:
+        logger.error("%s", traceback.format_exc())
+        _report(rank, error)
+        return 1
+    return EXIT_STOPPED if reason == "stop" else 0
+
+
+def _run_role(rank: Rank) -> str:
+    # Imported here, because they bring torch, which must not be loaded before the thread settings are made.
+    if rank.info.role is Role.CONSUMER:
+        from zbgrpo.engine.build_consumer import run_consumer
+
+        return run_consumer(rank)
+    from zbgrpo.engine.build_producer import run_producer
+
+    return run_producer(rank)
+
+
+def _is_echo(error: PeerLostError) -> bool:
+    return str(error).startswith("rank ")
+
+
+def _report(rank: Rank, error: BaseException) -> None:
+    """One line on the screen, and word to everybody else."""
+    print(error_line(rank.env.rank, f"{rank.info.role.value} {rank.info.index}", error), file=sys.stderr, flush=True)
+    if rank.channel is None:
+        return
+    try:
+        cause = f"{type(error).__name__}: {error}"
+        rank.channel.send(m.Failed(f"rank {rank.env.rank} ({rank.info.role.value} {rank.info.index}) failed: {cause}"))
+    except PeerLostError:
+        return
+    deadline = time.monotonic() + 2.0
+    while not rank.channel.drained() and time.monotonic() < deadline:
+        time.sleep(0.01)

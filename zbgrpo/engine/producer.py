@@ -1,0 +1,360 @@
+"""The producer's loop: one rank that generates.
+
+consumes      leases (hub), new weights (subscriber), verdicts (reward pool)
+waits for     the first version; then only for leases, and only when no slot is in use
+unblocked by  a lease, an evaluation lease, a new version, the end of the run
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from zbgrpo.algorithms.filters import is_effective
+from zbgrpo.config.schema import RunConfig
+from zbgrpo.data.rows import Row
+from zbgrpo.inference.base import GenerationRequest, InferenceBackend, Response
+from zbgrpo.inference.sampling import stream
+from zbgrpo.ledger.evaluation import EvaluationLease, EvaluationResult
+from zbgrpo.ledger.records import Lease
+from zbgrpo.observe import timeledger as phases
+from zbgrpo.observe.events import EventLog
+from zbgrpo.observe.timeledger import TimeLedger
+from zbgrpo.rewards.messages import ANSWER_TYPES, ScoreOutcome, ScoreRequest
+from zbgrpo.rewards.overlong import final_reward
+from zbgrpo.rewards.pool import RewardPool
+from zbgrpo.transport import messages as m
+from zbgrpo.transport.channel import Channel
+from zbgrpo.transport.wire import Buffer, group_header, join_groups, payload_crc, payload_views
+from zbgrpo.types import DropReason, FinishReason, GroupPayload, Uid
+from zbgrpo.weights.subscriber import WeightSubscriber
+
+logger = logging.getLogger(__name__)
+
+_IDLE_SECONDS = 0.02
+_REPORT_STEPS = 50
+
+
+@dataclass
+class _Work:
+    """A lease with what is known of it so far."""
+
+    lease: Lease | EvaluationLease
+    row: Row
+    prompt_ids: list[int]
+    num_responses: int
+    responses: dict[int, Response] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Rows and how they become token ids; `usable` maps a lease's row to the data set's."""
+
+    rows: list[Row]
+    usable: list[int]
+    render: Callable[[Any], list[int]]
+    decode: Callable[[list[int]], str]
+    evaluation: dict[str, list[Row]]
+
+
+class Producer:
+    """Runs one producer until the hub says that the plan has ended."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        index: int,
+        backend: InferenceBackend,
+        pool: RewardPool,
+        prompts: PromptSource,
+        channel: Channel,
+        subscriber: WeightSubscriber,
+        ledger: TimeLedger,
+        events: EventLog,
+        stop_requested: Callable[[], str | None],
+    ) -> None:
+        self.config, self.index = config, index
+        self.backend, self.pool, self.prompts = backend, pool, prompts
+        self.channel, self.subscriber = channel, subscriber
+        self.time, self.events, self.stop_requested = ledger, events, stop_requested
+        self.work: dict[int, _Work] = {}  # by key
+        self.hold: int | None = None  # the version to stay with while it is evaluated
+        self.evaluating = 0
+        self.finished: str | None = None
+        self._next_key = 0
+        self._received = 0
+        self._asked = (-1, -1)
+        self._turns = 0
+        self._stop_sent = False
+
+    def run(self) -> str:
+        """The loop. Returns why the run ended (`end`, `stop`)."""
+        while self.finished is None:
+            self._take_messages()
+            self._apply_new_weights()
+            self._ask_for_leases()
+            responses = self._decode()
+            self._submit_for_scoring(responses)
+            self._send_scored()
+            self._report()
+        self._send_times()
+        return self.finished
+
+    # ------------------------------------------------------------------------------------------ messages in
+
+    def _take_messages(self) -> None:
+        idle = not self.backend.num_active and not self.backend.num_unstarted and self.pool_is_idle
+        if not idle:
+            self._handle_all(0.0)
+        elif self.subscriber.applied_version < 0:
+            with self.time.phase(phases.STARTUP):
+                self._handle_all(_IDLE_SECONDS)
+        else:
+            with self.time.phase(phases.EVAL if self.hold is not None else phases.STARVED):
+                self._handle_all(_IDLE_SECONDS)
+
+    @property
+    def pool_is_idle(self) -> bool:
+        """Whether nothing waits for a verdict."""
+        return not self.work
+
+    def _handle_all(self, timeout_seconds: float) -> None:
+        received = self.channel.receive(timeout_seconds)
+        while received is not None:
+            self._handle(received.message)
+            received = self.channel.receive()
+        if (reason := self.stop_requested()) and not self._stop_sent:
+            self._stop_sent = True
+            self.channel.send(m.StopRequest(reason))
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case m.Leases(leases):
+                for lease in leases:
+                    self._received += 1
+                    self._start_training_lease(lease)
+            case m.EvaluationLeases():
+                for evaluation_lease in message.leases:
+                    self._start_evaluation_lease(evaluation_lease)
+            case m.WeightsStart():
+                self.subscriber.expect(message.version)
+                if message.hold:
+                    self.hold = message.version
+            case m.ReleaseVersion(version):
+                if self.hold == version:
+                    self.hold = None
+            case m.Finished(reason):
+                self.finished = reason
+            case _:
+                raise AssertionError(f"the hub sent {type(message).__name__} to a producer")
+
+    def _start_training_lease(self, lease: Lease) -> None:
+        inference = self.config.inference
+        row = self.prompts.rows[self.prompts.usable[lease.row]]
+        streams = [
+            stream(self.config.seed, "train", lease.uid, lease.attempt, n) for n in range(inference.num_generations)
+        ]
+        self._submit(lease, row, streams, inference.temperature)
+
+    def _start_evaluation_lease(self, lease: EvaluationLease) -> None:
+        evaluation = self.config.evaluation
+        row = self.prompts.evaluation[lease.task][lease.row]
+        # Without the version: the same random numbers at every step, so that accuracies differ by the weights only.
+        streams = [
+            stream(self.config.seed, f"evaluation/{lease.task}", Uid(0, lease.row), 0, n)
+            for n in range(evaluation.num_generations)
+        ]
+        self.evaluating += 1
+        self._submit(lease, row, streams, evaluation.temperature)
+
+    def _submit(self, lease: Any, row: Row, streams: list[int], temperature: float) -> None:
+        key, self._next_key = self._next_key, self._next_key + 1
+        prompt_ids = self.prompts.render(row.messages)
+        self.work[key] = _Work(lease, row, prompt_ids, len(streams))
+        self.backend.submit(GenerationRequest(key, prompt_ids, streams, temperature))
+
+    # ------------------------------------------------------------------------------------------ weights, leases
+
+    def _apply_new_weights(self) -> None:
+        incoming = self.subscriber.ready()
+        if incoming is None or (self.hold is not None and incoming.version > self.hold):
+            return
+        with self.time.phase(phases.BLOCKED_ON_WEIGHTS if self.subscriber.applied_version >= 0 else phases.STARTUP):
+            applied = self.subscriber.apply()
+        if applied is not None:
+            self.backend.weights_changed(applied.version)
+            self.channel.send(m.Applied(applied.version, applied.digest))
+            self.events.append("applied", version=applied.version, digest=applied.digest)
+
+    def _ask_for_leases(self) -> None:
+        if self.subscriber.applied_version < 0:
+            return
+        missing = self.backend.num_slots - self.backend.num_active - self.backend.num_unstarted
+        wanted = max(0, math.ceil(missing / self.config.inference.num_generations))
+        if (wanted, self._received) != self._asked:
+            self._asked = (wanted, self._received)
+            self.channel.send(m.Want(wanted, self._received))
+
+    # ------------------------------------------------------------------------------------------ generation
+
+    def _decode(self) -> list[Response]:
+        num_slots = self.backend.num_slots
+        if not self.backend.num_active and not self.backend.num_unstarted:
+            return []
+        occupied = min(num_slots, self.backend.num_active + self.backend.num_unstarted)
+        rest = phases.EVAL if self.hold is not None else phases.STARVED
+        with self.time.phase_weighted(phases.BUSY, occupied / num_slots, rest):
+            return self.backend.step()
+
+    def _submit_for_scoring(self, responses: list[Response]) -> None:
+        for response in responses:
+            work = self.work[response.key]
+            work.responses[response.response_index] = response
+            if len(work.responses) == work.num_responses:
+                self.pool.submit(response.key, [self._score_request(work, n) for n in range(work.num_responses)])
+
+    def _score_request(self, work: _Work, number: int) -> ScoreRequest:
+        decode, row = self.prompts.decode, work.row
+        text = decode(work.responses[number].token_ids.tolist())
+        return ScoreRequest(text, row.gt_answer, row.test_cases, decode(work.prompt_ids[-64:]), row.extra)
+
+    # ------------------------------------------------------------------------------------------ results out
+
+    def _send_scored(self) -> None:
+        only_waiting = not self.backend.num_active and not self.backend.num_unstarted and bool(self.work)
+        if only_waiting:
+            with self.time.phase(phases.EVAL if self.hold is not None else phases.STARVED):
+                scored = self.pool.poll(_IDLE_SECONDS)
+        else:
+            scored = self.pool.poll()
+        headers: list[m.GroupHeader] = []
+        tensors: list[list[memoryview]] = []
+        for key, outcomes in scored:
+            work = self.work.pop(key)
+            if isinstance(work.lease, EvaluationLease):
+                self._send_evaluation(work, outcomes)
+            elif (ready := self._judge(work, work.lease, outcomes)) is not None:
+                headers.append(ready[0])
+                tensors.append(ready[1])
+        if headers:
+            frames: list[Buffer] = join_groups(tensors)
+            self.channel.send(m.Groups(headers), frames=frames)
+        if scored:
+            self.events.flush()
+
+    def _judge(
+        self, work: _Work, lease: Lease, outcomes: list[ScoreOutcome]
+    ) -> tuple[m.GroupHeader, list[memoryview]] | None:
+        """Make a group of responses and verdicts, or report why there is none."""
+        failed = next((o for o in outcomes if o.error is not None), None)
+        if failed is not None:
+            detail = f"row {work.row.line}: {failed.error}"
+            logger.warning("group %s has no reward: %s", lease.uid, detail)
+            if failed.infrastructure:
+                self.channel.send(m.Returned(lease.lease_id, detail))
+                self._log("returned", lease, detail=detail)
+            else:
+                self._drop(lease, DropReason.REWARD_ERROR, detail)
+            return None
+        payload = self._payload(work, outcomes)
+        if not (np.isfinite(payload.rewards).all() and np.isfinite(payload.logprobs).all()):
+            self._drop(lease, DropReason.NON_FINITE, f"row {work.row.line}: a reward or log-prob is not finite")
+            return None
+        algorithm = self.config.algorithm
+        if algorithm.dynamic_batching and not is_effective(payload.ans_acc.tolist(), algorithm.filter_range):
+            self._filter(lease, payload)
+            return None
+        views = payload_views(payload)
+        crc = payload_crc(views)
+        header = group_header(lease.uid, lease.lease_id, lease.attempt, payload, crc)
+        self._log("sent", lease, crc=crc, oldest=header.oldest_version, newest=header.newest_version)
+        return header, views
+
+    def _payload(self, work: _Work, outcomes: list[ScoreOutcome]) -> GroupPayload:
+        config, responses = self.config, [work.responses[n] for n in range(work.num_responses)]
+        algorithm, limit = config.algorithm, config.inference.max_new_tokens
+        # A verifier's verdict on half an answer is worth nothing; a user's own function judges what there is.
+        verified = config.reward.type in ANSWER_TYPES
+        rewards = [
+            final_reward(
+                outcome.reward,
+                verified and response.finish is FinishReason.LENGTH,
+                len(response.token_ids),
+                limit,
+                algorithm.overlong_cache_tokens,
+                bool(algorithm.overlong_penalty),
+            )
+            for outcome, response in zip(outcomes, responses, strict=True)
+        ]
+        spans = [(n, start, version) for n, r in enumerate(responses) for start, version in r.spans]
+        return GroupPayload(
+            np.array(work.prompt_ids, np.int32),
+            np.concatenate([r.token_ids for r in responses]).astype(np.int32),
+            np.concatenate([r.logprobs for r in responses]).astype(np.float32),
+            np.array([len(r.token_ids) for r in responses], np.int32),
+            np.array(rewards, np.float32),
+            np.array([o.format_acc for o in outcomes], np.float32),
+            np.array([o.ans_acc for o in outcomes], np.float32),
+            np.array([int(r.finish) for r in responses], np.uint8),
+            np.array(spans, np.int32),
+        )
+
+    def _filter(self, lease: Lease, payload: GroupPayload) -> None:
+        self.channel.send(
+            m.Filtered(
+                lease.lease_id,
+                float(payload.ans_acc.mean()),
+                float(payload.format_acc.mean()),
+                float(payload.rewards.mean()),
+                payload.num_responses,
+                len(payload.response_ids),
+                bool((payload.rewards == payload.rewards[0]).all()),
+            )
+        )
+        self._log("filtered", lease, accuracy=float(payload.ans_acc.mean()))
+
+    def _drop(self, lease: Lease, reason: DropReason, detail: str) -> None:
+        self.channel.send(m.Dropped(lease.lease_id, reason.value, detail))
+        self._log("dropped", lease, reason=reason.value, detail=detail)
+
+    def _send_evaluation(self, work: _Work, outcomes: list[ScoreOutcome]) -> None:
+        lease = work.lease
+        assert isinstance(lease, EvaluationLease)
+        responses = [work.responses[n] for n in range(work.num_responses)]
+        error = next((o.error for o in outcomes if o.error is not None), None)
+        result = EvaluationResult(
+            lease.task,
+            lease.row,
+            lease.version,
+            [o.reward for o in outcomes],
+            [o.ans_acc for o in outcomes],
+            [o.format_acc for o in outcomes],
+            [len(r.token_ids) for r in responses],
+            [r.finish is FinishReason.LENGTH for r in responses],
+            [self.prompts.decode(r.token_ids.tolist()) for r in responses],
+            error,
+        )
+        versions = {version for r in responses for _, version in r.spans}
+        assert versions == {lease.version}, f"evaluation of version {lease.version} used {versions}"
+        self.channel.send(m.Evaluated(lease.lease_id, result))
+        self.evaluating -= 1
+
+    def _log(self, kind: str, lease: Lease, **fields: Any) -> None:
+        self.events.append(kind, lease=lease.lease_id, uid=list(lease.uid), attempt=lease.attempt, **fields)
+
+    # ------------------------------------------------------------------------------------------ time
+
+    def _report(self) -> None:
+        self._turns += 1
+        if self._turns % _REPORT_STEPS == 0:
+            self._send_times()
+
+    def _send_times(self) -> None:
+        counters = {"tokens": float(getattr(self.backend, "num_generated_tokens", 0))}
+        self.channel.send(m.TimeReport(self.time.snapshot(), counters))

@@ -1,0 +1,184 @@
+"""What consumer 0 writes down: a metrics line per step, evaluations, sampled rollouts, the summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zbgrpo.algorithms.advantages import group_advantages
+from zbgrpo.config.schema import RunConfig
+from zbgrpo.evaluation.report import summarise, write_rows
+from zbgrpo.observe.metrics import MetricsWriter
+from zbgrpo.observe.progress import Progress
+from zbgrpo.observe.rolloutlog import RolloutLog, rollout_group
+from zbgrpo.observe.summary import RankTime, RunSummary, build_summary, role_bubble
+from zbgrpo.observe.timeledger import TimeLedger
+from zbgrpo.trainer.base import StepResult
+from zbgrpo.transport import messages as m
+from zbgrpo.transport.plan_stream import TrainGroup
+from zbgrpo.types import Role, Uid
+
+
+class Recorder:
+    """A step's line is written when its `StepReport` has come from the hub, without making training wait."""
+
+    def __init__(
+        self, config: RunConfig, writer: MetricsWriter, progress: Progress, ledger: TimeLedger, log_dir: Path
+    ) -> None:
+        self._config, self._writer, self._progress, self._ledger = config, writer, progress, ledger
+        self._log_dir = log_dir
+        self._rollouts = RolloutLog(Path(config.observe.rollout_save_dir) / config.project)
+        self._pending: dict[int, dict[str, Any]] = {}
+        self._sums: dict[int, dict[str, float]] = {}
+        self._last_times: dict[str, dict[str, float]] = {}
+        self._started = self._last_step_at = time.monotonic()
+        self.num_tokens = self.num_samples = 0
+        self.accuracy: dict[int, dict[str, float | None]] = {}
+        """By version, then task."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Steps whose report has not come yet."""
+        return len(self._pending)
+
+    def step(self, version: int, result: StepResult, broadcast_seconds: float | None, stall_seconds: float) -> None:
+        """A step has committed and made `version`."""
+        now, sums = time.monotonic(), result.sums
+        tokens, responses = sums["tokens"], sums["responses"]
+        self.num_tokens += int(tokens)
+        self.num_samples += int(responses)
+        counted = max(sums["num_tokens"], 1.0)
+        gap_tokens = sums["gap_tokens"]
+        self._sums[version] = sums
+        self._pending[version] = {
+            "wall_s": now - self._started,
+            "train/loss": result.loss,
+            "train/kl": sums["kl"] / counted if self._config.algorithm.kl_coeff else None,
+            "train/entropy": sums["entropy"] / tokens if tokens else None,
+            "train/grad_norm": result.grad_norm,
+            "train/lr": result.learning_rate,
+            "train/skipped": float(result.skipped),
+            "train/clip_ratio": sums["clipped"] / counted,
+            "train/sample_utilization": sums["num_responses"] / responses if responses else None,
+            "train/responses_skipped": sums["responses_skipped"],
+            "train/overlong_ratio": sums["truncated"] / responses if responses else None,
+            "rollout/response_length_mean": tokens / responses if responses else None,
+            "rollout/temperature": self._config.inference.temperature,
+            "rollout/logprob_gap": sums["gap"] / gap_tokens if gap_tokens else None,
+            "rollout/ess": sums["ratio"] ** 2 / (sums["ratio_sq"] * counted) if sums["ratio_sq"] else None,
+            "staleness/mean": sums["lag"] / tokens if tokens else None,
+            "staleness/max": sums["lag_max"],
+            "staleness/tokens_left_out": sums["lag_left_out"],
+            "throughput/completion_tokens_per_s": tokens / max(now - self._last_step_at, 1e-9),
+            "weights/broadcast_s": broadcast_seconds,
+            "weights/stall_s": stall_seconds,
+            "memory/rss_mb": _resident_megabytes(),
+        }
+        self._last_step_at = now
+
+    def report(self, report: m.StepReport) -> None:
+        """The hub's side of a step: complete the line and show it."""
+        values, sums, filtered = self._pending.pop(report.version), self._sums.pop(report.version), report.filtered
+        responses = sums["responses"] + filtered.get("responses", 0.0)
+        groups = sums["groups"] + filtered.get("groups", 0.0)
+
+        def mean(key: str) -> float | None:
+            return (sums[key] + filtered.get(key, 0.0)) / responses if responses else None
+
+        values |= {
+            "reward/mean": mean("reward"),
+            "reward/format_acc": mean("format_acc"),
+            "reward/ans_acc": mean("ans_acc"),
+            "reward/zero_variance_groups": (sums["zero_variance"] + filtered.get("zero_variance", 0.0)) / groups
+            if groups
+            else None,
+            "weights/version_applied_min": report.applied_min,
+            "ledger/leased": report.counts["live_leased"],
+            "ledger/buffered": report.counts["buffered"],
+            "ledger/consumed": report.counts["consumed"],
+            "ledger/filtered": report.counts["filtered"],
+            "ledger/dropped": report.counts["dropped"],
+            "bubble/consumers": self._bubble("consumer:", report.times),
+            "bubble/producers": self._bubble("producer:", report.times),
+        }
+        record = self._writer.write(report.version, values)
+        self._progress.update(report.version, record)
+
+    def _bubble(self, prefix: str, times: dict[str, m.TimeReport]) -> float | None:
+        deltas = []
+        for name, report in times.items():
+            if name.startswith(prefix):
+                before = self._last_times.get(name, {})
+                deltas.append({k: v - before.get(k, 0.0) for k, v in report.seconds.items()})
+                self._last_times[name] = dict(report.seconds)
+        return role_bubble(deltas)
+
+    def rollouts(self, version: int, groups: list[TrainGroup], decode: Callable[[list[int]], str]) -> None:
+        """Write sampled groups of the step that trained `version`, if it is one to be sampled."""
+        if version % self._config.observe.rollout_interval:
+            return
+        import torch
+
+        lines = []
+        for header, payload in groups[:4]:
+            ends = payload.lengths.cumsum()
+            texts = [
+                decode(payload.response_ids[end - n : end].tolist())
+                for n, end in zip(payload.lengths, ends, strict=True)
+            ]
+            advantages = group_advantages(torch.from_numpy(payload.rewards.copy())).tolist()
+            uid = Uid(header.episode, header.row)
+            lines.append(rollout_group(uid, decode(payload.prompt_ids.tolist()), texts, payload, advantages))
+        self._rollouts.write(version, lines)
+
+    def evaluation(self, done: m.EvaluationDone) -> None:
+        """Write an evaluation's rows and figures, and show the accuracy."""
+        folder = Path(self._config.evaluation.save_dir) / self._config.project
+        by_task = self.accuracy.setdefault(done.version, {})
+        for task in self._config.evaluation.datasets:
+            results = [r for r in done.results if r.task == task]
+            write_rows(folder, task, done.version, results)
+            figures = summarise(results)
+            by_task[task] = figures["accuracy"]
+            self._writer.write_eval({"step": done.version, "task": task, **figures})
+            shown = "-" if figures["accuracy"] is None else f"{figures['accuracy']:.1%}"
+            self._progress.note(f"evaluation at step {done.version}: {task} {shown} of {len(results)} rows")
+
+    def summary(
+        self, final: m.FinalReport, steps: int, exit_reason: str, topology_ranks: dict[str, int], paths: dict[str, Path]
+    ) -> RunSummary:
+        """Write summary.json and return it. `topology_ranks`: peer name to rank."""
+        ranks = [
+            RankTime(topology_ranks[name], Role(name.partition(":")[0]), report.seconds)
+            for name, report in sorted(final.times.items())
+            if name in topology_ranks
+        ]
+        first, last = min(self.accuracy, default=None), max(self.accuracy, default=None)
+        measured_after = last is not None and last == steps and last != first
+        summary = build_summary(
+            steps=steps,
+            seconds=time.monotonic() - self._started,
+            exit_reason=exit_reason,
+            tasks=list(self._config.evaluation.datasets),
+            accuracy_before=self.accuracy.get(first, {}) if first is not None else {},
+            accuracy_after=self.accuracy.get(last, {}) if measured_after and last is not None else {},
+            ledger={**final.counts, "live": final.counts["live_leased"] + final.counts["buffered"]
+                    + final.counts["planned"]},
+            dropped_by_reason=final.dropped_by_reason,
+            ranks=ranks,
+            num_completion_tokens=self.num_tokens,
+            num_samples=self.num_samples,
+            paths=paths,
+        )  # fmt: skip
+        self._writer.write_summary(summary)
+        return summary
+
+
+def _resident_megabytes() -> float | None:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    return pages * 4096 / 2**20

@@ -1,0 +1,74 @@
+"""The relay of a further consumer node: takes that node's plan from the hub and feeds it through its own ring."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from zbgrpo.engine.hub_process import address_of, child_main
+from zbgrpo.engine.hub_spec import HubSpec
+from zbgrpo.errors import PeerLostError
+from zbgrpo.ledger.records import PlanKind
+from zbgrpo.transport import messages as m
+from zbgrpo.transport.channel import Channel
+from zbgrpo.transport.plan_stream import PlanPublisher, StoredGroup
+from zbgrpo.transport.ring import RingWriter
+from zbgrpo.transport.server import Server
+from zbgrpo.transport.wire import NUM_TENSORS, Sender
+
+_TURN_SECONDS = 0.02
+
+
+def run(spec: HubSpec, server: Server, ring: RingWriter) -> int:
+    """Serve the local readers until the plan has ended and they have left."""
+    assert spec.hub_address is not None
+    local = {reader.name: reader.dp_index for reader in spec.readers if reader.node == spec.node}
+    publisher = PlanPublisher(ring, local, server.send)
+    sender = Sender(spec.run_id, f"relay:{spec.node}")
+    channel = Channel(address_of(spec.hub_address), sender, spec.timing, spec.max_message_bytes)
+    channel.start()
+    channel.send(m.Hello(rank=-1, node=spec.node))
+    attached: set[str] = set()
+    ended = False
+    try:
+        while not (ended and all(peer.left for peer in server.peers.values())):
+            for name, message, _ in server.poll(_TURN_SECONDS):
+                if isinstance(message, m.Hello):
+                    attached.add(name)
+                    if attached == set(local):
+                        ring.unlink()
+                elif isinstance(message, m.Release):
+                    publisher.released(name, message.sequences)
+            while attached == set(local) and (received := channel.receive()) is not None:
+                ended = _publish(publisher, received.message, received.frames) or ended
+            for name in server.tick():
+                raise PeerLostError(f"{name} has been silent")
+        channel.close(drain_seconds=5.0)
+    except PeerLostError as error:
+        for name, peer in server.peers.items():
+            if not peer.left:
+                server.send(name, m.Abort(str(error)))
+        server.poll(0.5)
+        return 1
+    return 0
+
+
+def _publish(publisher: PlanPublisher, message: Any, frames: list[memoryview]) -> bool:
+    """Hand a plan entry on; whether it is the last one."""
+    if not isinstance(message, m.PlanRelay):
+        return False
+    stored = {
+        header.lease_id: StoredGroup(header, frames[i * NUM_TENSORS : (i + 1) * NUM_TENSORS])
+        for i, header in enumerate(message.groups)
+    }
+    publisher.publish(message.entry, stored)
+    return message.entry.kind in (PlanKind.STOP, PlanKind.END)
+
+
+def main() -> int:
+    """Entry of the child process."""
+    return child_main(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,304 @@
+"""How the ranks of a run find each other: what rank 0 prepares, and the document that it leaves for the others.
+
+Rank 0 locks the run folder, finds the state to go on from, reads the data, starts the hub, and puts one JSON document
+into the rendezvous store. Every other rank waits for it. Keys of CURVE are never in it: across nodes they travel in a
+file that only the user can read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import msgspec
+
+from zbgrpo.checkpoint.folder import RunLock
+from zbgrpo.config.dryrun import ring_bytes
+from zbgrpo.config.load import dump_yaml
+from zbgrpo.config.schema import RunConfig
+from zbgrpo.data.chat import PromptRenderer
+from zbgrpo.data.rows import Row, load_rows
+from zbgrpo.engine import saving
+from zbgrpo.engine.finished import save_folder
+from zbgrpo.engine.hub_process import ChildProcess
+from zbgrpo.engine.hub_spec import HubSpec, ReaderSpec
+from zbgrpo.errors import DataError, RunFolderError
+from zbgrpo.observe.events import iter_events, void_later
+from zbgrpo.rewards.prompts import default_system_prompt
+from zbgrpo.topology.env import TorchrunEnv
+from zbgrpo.topology.roles import Topology
+from zbgrpo.transport.channel import Timing
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 1 << 30
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 tells everybody."""
+
+    run_id: str
+    usable: list[int]
+    version: int
+    resume_folder: Optional[str]
+    hub: dict[str, str]
+    ring_path: str
+    ring_bytes: int
+    log_dir: str
+    evaluate_first: bool
+    nodes: list[int]
+    num_schedule_rows: int
+
+
+class Prepared(NamedTuple):
+    """What rank 0 keeps."""
+
+    document: Document
+    hub: ChildProcess
+    lock: RunLock
+
+
+def load_data(config: RunConfig) -> list[Row]:
+    """Training rows; raises `DataError` naming file and line."""
+    loaded = load_rows(config.data.path, config.data.skip_bad_rows)
+    if loaded.num_bad:
+        logger.warning("%s: %d bad rows skipped", config.data.path, loaded.num_bad)
+    return loaded.rows
+
+
+def load_evaluation(config: RunConfig, renderer: PromptRenderer) -> dict[str, list[Row]]:
+    """Rows of every evaluation set that fit the prompt limit; the same on every rank."""
+    sets = {}
+    for task, path in config.evaluation.datasets.items():
+        rows = load_rows(path, config.data.skip_bad_rows).rows
+        usable = renderer.usable_rows(rows)
+        if usable.num_too_long:
+            logger.warning("%s: %d prompts are too long and left out (-mpt)", path, usable.num_too_long)
+        if not usable.indices:
+            raise DataError(f"{path}: the evaluation set {task!r} has no usable rows")
+        sets[task] = [rows[i] for i in usable.indices]
+    return sets
+
+
+def make_renderer(config: RunConfig, tokenizer: Any) -> PromptRenderer:
+    """The one way in which rows become token ids."""
+    system = config.data.system_prompt
+    if system is None:
+        system = default_system_prompt(config.reward.type)
+    return PromptRenderer(tokenizer, system or None, config.data.max_prompt_tokens)
+
+
+def prepare(
+    config: RunConfig,
+    env: TorchrunEnv,
+    topology: Topology,
+    nodes: list[int],
+    renderer: PromptRenderer,
+    rows: list[Row],
+    evaluation: dict[str, list[Row]],
+) -> Prepared:
+    """Everything that rank 0 does before the others can start."""
+    log_dir = log_folder(config)
+    lock = RunLock(save_folder(config))
+    lock.acquire()
+    if config.checkpoint.resume == "never":
+        lock.release()
+        for folder in (save_folder(config), log_dir):
+            if (target := saving.move_aside(folder)) is not None:
+                logger.warning("--resume never: %s was moved to %s", folder, target)
+        lock.acquire()
+    saved = saving.find_saved(config)
+    version = saved.version if saved is not None else 0
+    usable = renderer.usable_rows(rows)
+    if usable.num_too_long:
+        logger.warning(
+            "%s: %d prompts of more than %d tokens left out (-mpt)",
+            config.data.path,
+            usable.num_too_long,
+            config.data.max_prompt_tokens,
+        )
+    _require_rows(config, len(usable.indices), len(rows))
+    if saved is not None and saved.ledger["num_rows"] != len(usable.indices):
+        raise RunFolderError(
+            f"{saved.folder}: was saved with {saved.ledger['num_rows']} usable rows, {config.data.path} now has "
+            f"{len(usable.indices)}; give the same data, or another -p/--project"
+        )
+    _write_config(config, log_dir)
+    void_events(log_dir, version, saved.ledger if saved is not None else None)
+    evaluate_first = bool(evaluation) and (version == 0 or version % config.evaluation.interval == 0)
+    spec = _hub_spec(config, env, topology, nodes, log_dir)
+    spec = msgspec.structs.replace(
+        spec,
+        num_rows=len(usable.indices),
+        eval_rows={task: len(task_rows) for task, task_rows in evaluation.items()},
+        eval_interval=config.evaluation.interval if evaluation else None,
+        evaluate_first=evaluate_first,
+        restored=saved.ledger if saved is not None else None,
+    )
+    hub = ChildProcess("zbgrpo.engine.hub", spec, config.cluster.timeout_seconds)
+    document = Document(
+        run_id=spec.run_id,
+        usable=[int(i) for i in usable.indices],
+        version=version,
+        resume_folder=str(saved.folder) if saved is not None else None,
+        hub=hub.started.address,
+        ring_path=hub.started.ring_path,
+        ring_bytes=hub.started.ring_bytes,
+        log_dir=str(log_dir),
+        evaluate_first=evaluate_first,
+        nodes=nodes,
+        num_schedule_rows=len(usable.indices),
+    )
+    return Prepared(document, hub, lock)
+
+
+def _require_rows(config: RunConfig, num_usable: int, num_rows: int) -> None:
+    needed, episodes = config.groups_per_step, config.data.num_episodes
+    if num_usable * episodes < needed:
+        raise DataError(
+            f"{config.data.path}: too few rows: {num_usable} usable of {num_rows}, x {episodes} episodes = "
+            f"{num_usable * episodes} groups; one optimizer step needs {needed} "
+            f"(-tbs {config.trainer.train_batch_size} x {config.dp_size} data-parallel ranks)"
+        )
+
+
+def _hub_spec(config: RunConfig, env: TorchrunEnv, topology: Topology, nodes: list[int], log_dir: Path) -> HubSpec:
+    several_nodes = len(set(nodes)) > 1
+    security = config.transport.security
+    return HubSpec(
+        run_id=secrets.token_hex(8),
+        node=nodes[0],
+        host=socket.gethostbyname(env.master_addr) if several_nodes else None,
+        curve=security == "curve" or (security == "auto" and several_nodes),
+        timing=Timing(
+            config.transport.heartbeat_seconds,
+            config.transport.peer_timeout_seconds,
+            config.transport.resend_seconds,
+        ),
+        ring_bytes=ring_bytes(config),
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        readers=[ReaderSpec(rank, nodes[rank], topology[rank].dp_index) for rank in topology.consumer_ranks],
+        events_path=str(log_dir / "events" / "hub.jsonl"),
+        num_episodes=config.data.num_episodes,
+        seed=config.seed,
+        groups_per_step=config.groups_per_step,
+        groups_per_minibatch=config.groups_per_minibatch,
+        dp_size=config.dp_size,
+        num_producers=topology.num_producers,
+        leases_per_producer=config.inference.inference_batch_size,
+        buffer_limit=config.buffer_limit,
+        max_staleness=config.ledger.max_staleness,
+        stale=config.ledger.stale,
+        max_steps=config.ledger.max_steps,
+        save_interval=config.checkpoint.save_interval,
+    )
+
+
+def start_relay(config: RunConfig, env: TorchrunEnv, topology: Topology, document: Document, rank: int) -> ChildProcess:
+    """The relay of this rank's node; called by the lowest consumer rank of each further node."""
+    spec = _hub_spec(config, env, topology, document.nodes, Path(document.log_dir))
+    spec = msgspec.structs.replace(
+        spec, run_id=document.run_id, node=document.nodes[rank], host=None, curve=False, hub_address=document.hub
+    )
+    return ChildProcess("zbgrpo.engine.relay", spec, config.cluster.timeout_seconds)
+
+
+def log_folder(config: RunConfig) -> Path:
+    """Where the logs of the project go."""
+    return Path(config.observe.log_dir) / config.project
+
+
+def _write_config(config: RunConfig, log_dir: Path) -> None:
+    log_dir.mkdir(parents=True, exist_ok=True)
+    (log_dir / "config.yaml").write_text(dump_yaml(config))
+
+
+def void_events(log_dir: Path, version: int, ledger: dict[str, Any] | None) -> None:
+    """Move aside all event lines that are later than the restored state, so that the logs join again.
+
+    Of the hub's log everything behind the snapshot of that version; of a consumer's log what it trained at or after
+    it; of a producer's log groups that the snapshot does not hold as settled.
+    """
+    folder, suffix = log_dir / "events", f"void-{version}-{secrets.token_hex(2)}"
+    for path in sorted(folder.glob("*.jsonl")):
+        if path.name == "hub.jsonl":
+            keep = _Before(path, version) if ledger is not None else _nothing
+        else:
+            keep = _Settled(version, ledger) if ledger is not None else _nothing
+        moved = void_later(path, keep, suffix)
+        if moved:
+            logger.info("%s: %d lines later than step %d moved aside", path, moved, version)
+
+
+def _nothing(event: dict[str, Any]) -> bool:
+    return False
+
+
+class _Before:
+    """Keeps the hub's lines up to the last snapshot of a version."""
+
+    def __init__(self, path: Path, version: int) -> None:
+        places = [n for n, e in enumerate(iter_events(path)) if e["kind"] == "snapshot" and e.get("version") == version]
+        self._left = places[-1] + 1 if places else 0
+
+    def __call__(self, event: dict[str, Any]) -> bool:
+        self._left -= 1
+        return self._left >= 0
+
+
+class _Settled:
+    """Keeps the lines of ranks that belong to what a ledger snapshot holds."""
+
+    def __init__(self, version: int, ledger: dict[str, Any]) -> None:
+        import numpy as np
+
+        self._version = version
+        data = ledger["data"]
+        self._settled = {
+            int(e): np.unpackbits(np.frombuffer(bits, np.uint8)).astype(bool) for e, bits in data["settled"].items()
+        }
+        self._attempts = {(e, r): a for e, r, a in data["attempts"]}
+
+    def __call__(self, event: dict[str, Any]) -> bool:
+        if "step" in event:
+            return bool(event["step"] < self._version)
+        if "uid" in event:
+            episode, row = event["uid"]
+            settled = episode in self._settled and bool(self._settled[episode][row])
+            return settled or event["attempt"] < self._attempts.get((episode, row), 0)
+        if "version" in event:
+            return bool(event["version"] <= self._version)
+        return True
+
+
+def keys_path(log_dir: Path) -> Path:
+    """File with the addresses and CURVE keys, readable by the user alone; on the file system that the nodes share."""
+    return log_dir / ".hub-address.json"
+
+
+def publish(store: Any, document: Document) -> None:
+    """Rank 0: let the others go on. With CURVE the keys go into a 0600 file instead of the store."""
+    hub = dict(document.hub)
+    if hub.get("server_public"):
+        path = keys_path(Path(document.log_dir))
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(hub, file)
+        hub = {"endpoint": hub["endpoint"], "server_public": "", "client_public": "", "client_secret": ""}
+        hub["keys"] = str(path.resolve())
+    store.set("document", msgspec.json.encode(msgspec.structs.replace(document, hub=hub)))
+
+
+def receive(store: Any) -> Document:
+    """The others: wait for rank 0 (bounded by the store's timeout)."""
+    document = msgspec.json.decode(store.get("document"), type=Document)
+    keys = document.hub.get("keys")
+    if keys is not None:
+        document = msgspec.structs.replace(document, hub=json.loads(Path(keys).read_text()))
+    return document

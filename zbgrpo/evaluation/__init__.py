@@ -1,0 +1,1 @@
+"""What an evaluation's rows amount to."""

@@ -1,0 +1,1 @@
+"""Process groups: the only package that makes them."""

@@ -1,0 +1,1 @@
+"""Generation: what an engine promises (`base`) and the engines."""

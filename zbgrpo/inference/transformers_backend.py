@@ -1,0 +1,227 @@
+"""The `transformers` engine: continuous decoding, slot by slot, over any Hugging Face causal language model.
+
+    submit -> waiting groups -> prefill once per group -> responses start as slots become free
+           -> one decode step for all active slots -> finished responses leave at once
+
+New weights take effect between two steps: active responses keep their cache and go on, each token remembers the
+version that sampled it; groups with unstarted responses prefill again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zbgrpo.config.schema import InferenceConfig
+from zbgrpo.inference.base import GenerationRequest, Response
+from zbgrpo.inference.sampling import sample, uniforms
+from zbgrpo.inference.slots import PrefillCache, Prefix, SlotCache, install_slot_attention
+from zbgrpo.inference.stopping import StopRule, model_end_ids
+from zbgrpo.types import FinishReason
+from zbgrpo.weights.manifest import named_weights
+
+_PREFILL_TOKENS = 8192  # padded tokens of one prefill batch
+
+
+@dataclass
+class _Group:
+    request: GenerationRequest
+    started: int = 0
+    prefix: Prefix | None = None
+    logits: Tensor | None = None  # [V], at the last prompt token
+
+
+@dataclass
+class _Slot:
+    group: _Group
+    index: int
+    tokens: np.ndarray  # int32 [max_new_tokens]
+    logprobs: np.ndarray  # float32 [max_new_tokens]
+    length: int
+    spans: list[tuple[int, int]]
+
+
+class TransformersBackend:
+    """See the module's text and `InferenceBackend`."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, config: InferenceConfig, stop: Sequence[str], max_prompt_tokens: int
+    ) -> None:
+        """`model` is on its device already and belongs to this engine from now on."""
+        self._model = model.eval()
+        install_slot_attention(model)
+        self._device = next(model.parameters()).device
+        self._dtype = next(model.parameters()).dtype
+        self._max_new, self._top_k, self._top_p = config.max_new_tokens, config.top_k, config.top_p
+        self._rule = StopRule(tokenizer, model.config.vocab_size, model_end_ids(model, tokenizer), stop)
+        self._num_slots = config.inference_microbatch_size * config.num_generations
+        self._cache = SlotCache(self._num_slots, max_prompt_tokens + config.max_new_tokens)
+        self._waiting: deque[_Group] = deque()
+        self._slots: list[_Slot] = []
+        self._version = -1
+        self._streams = np.zeros(self._num_slots, dtype=np.uint64)
+        self._temperatures = np.ones(self._num_slots)
+        self._lengths = np.zeros(self._num_slots, dtype=np.int64)  # tokens of the response so far
+        self._prompts = np.zeros(self._num_slots, dtype=np.int64)
+        self._last = np.zeros(self._num_slots, dtype=np.int64)
+        self.num_generated_tokens = 0
+
+    @property
+    def num_slots(self) -> int:
+        return self._num_slots
+
+    @property
+    def num_active(self) -> int:
+        return len(self._slots)
+
+    @property
+    def num_unstarted(self) -> int:
+        return sum(len(group.request.streams) - group.started for group in self._waiting)
+
+    def submit(self, request: GenerationRequest) -> None:
+        self._waiting.append(_Group(request))
+
+    def live_weights(self) -> Mapping[str, Tensor]:
+        return dict(named_weights(self._model))
+
+    def weights_changed(self, version: int) -> None:
+        self._version = version
+        for group in self._waiting:
+            group.prefix = group.logits = None
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._slots.clear()
+
+    @torch.inference_mode()
+    def step(self) -> list[Response]:
+        """Start what fits, then decode one token of every active response."""
+        finished = self._start()
+        if self._slots:
+            logits = self._decode()
+            finished += self._append(range(len(self._slots)), logits)
+        return finished
+
+    # ------------------------------------------------------------------------------------------ starting
+
+    def _start(self) -> list[Response]:
+        finished: list[Response] = []
+        while self._waiting and len(self._slots) < self._num_slots:
+            self._prefill()
+            first = len(self._slots)
+            rows = []
+            while self._waiting and self._waiting[0].prefix is not None and len(self._slots) < self._num_slots:
+                group = self._waiting[0]
+                assert group.logits is not None and group.prefix is not None
+                self._occupy(group)
+                rows.append(group.logits)
+                if group.started == len(group.request.streams):
+                    self._waiting.popleft()
+            finished += self._append(range(first, len(self._slots)), torch.stack(rows))
+        return finished
+
+    def _occupy(self, group: _Group) -> None:
+        slot, request = len(self._slots), group.request
+        assert group.prefix is not None
+        self._cache.load(slot, group.prefix)
+        self._streams[slot] = np.uint64(request.streams[group.started])
+        self._temperatures[slot] = request.temperature
+        self._prompts[slot], self._lengths[slot] = len(request.prompt_ids), 0
+        tokens = np.empty(self._max_new, dtype=np.int32)
+        logprobs = np.empty(self._max_new, dtype=np.float32)
+        self._slots.append(_Slot(group, group.started, tokens, logprobs, 0, []))
+        group.started += 1
+
+    def _prefill(self) -> None:
+        """Prefill the waiting groups whose responses fit into the free slots, as one batch padded on the right.
+
+        Attention is causal, so padding behind a prompt changes nothing in it.
+        """
+        free, longest = self._num_slots - len(self._slots), 0
+        batch: list[_Group] = []
+        for group in self._waiting:
+            longest = max(longest, len(group.request.prompt_ids))
+            if free <= 0 or (batch and longest * (len(batch) + 1) > _PREFILL_TOKENS):
+                break
+            free -= len(group.request.streams) - group.started
+            if group.prefix is None:
+                batch.append(group)
+        if not batch:
+            return
+        lengths = [len(group.request.prompt_ids) for group in batch]
+        ids = torch.zeros(len(batch), max(lengths), dtype=torch.int64)
+        for row, group in enumerate(batch):
+            ids[row, : lengths[row]] = torch.as_tensor(group.request.prompt_ids)
+        cache = PrefillCache()
+        hidden = self._model.get_decoder()(
+            input_ids=ids.to(self._device), past_key_values=cache, use_cache=True, attention_mask=None
+        ).last_hidden_state
+        last = hidden[torch.arange(len(batch), device=self._device), torch.as_tensor(lengths, device=self._device) - 1]
+        logits = self._model.get_output_embeddings()(last).float()
+        for row, group in enumerate(batch):
+            group.prefix, group.logits = cache.prefix(row, lengths[row]), logits[row]
+
+    # ------------------------------------------------------------------------------------------ decoding
+
+    def _decode(self) -> Tensor:
+        num = len(self._slots)
+        # The newest token of each response is not in the cache yet: it goes behind its prompt and earlier tokens.
+        positions = self._prompts[:num] + self._lengths[:num] - 1
+        width = int(positions.max()) + 1
+        device_positions = torch.from_numpy(positions).to(self._device)
+        self._cache.begin_step(device_positions, width)
+        visible = torch.arange(width, device=self._device)[None] <= device_positions[:, None]
+        mask = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
+        mask.masked_fill_(~visible, torch.finfo(self._dtype).min)
+        output = self._model(
+            input_ids=torch.from_numpy(self._last[:num, None]).to(self._device),
+            position_ids=device_positions[:, None],
+            past_key_values=self._cache,
+            attention_mask=mask[:, None, None, :],
+            use_cache=True,
+        )
+        return output.logits[:, -1].float()
+
+    def _append(self, slots: range, logits: Tensor) -> list[Response]:
+        """Sample one token for each of these slots (rows of logits) and free the slots that have finished."""
+        rows = np.arange(slots.start, slots.stop)
+        draws = uniforms(self._streams[rows], self._lengths[rows])
+        chosen, logprobs = sample(logits, self._temperatures[rows], draws, self._top_k, self._top_p)
+        tokens, values = chosen.cpu().numpy(), logprobs.cpu().numpy()
+        self.num_generated_tokens += len(rows)
+        self._last[rows] = tokens
+        self._lengths[rows] += 1
+        ended, suspect = self._rule.is_end(tokens), self._rule.may_complete(tokens)
+        done: list[tuple[int, FinishReason]] = []
+        for row, slot_number in enumerate(slots):
+            slot = self._slots[slot_number]
+            slot.tokens[slot.length], slot.logprobs[slot.length] = tokens[row], values[row]
+            if not slot.spans or slot.spans[-1][1] != self._version:
+                slot.spans.append((slot.length, self._version))
+            slot.length += 1
+            if ended[row]:
+                done.append((slot_number, FinishReason.END_TOKEN))
+            elif suspect[row] and self._rule.has_stop_string(slot.tokens[: slot.length]):
+                done.append((slot_number, FinishReason.STOP_STRING))
+            elif slot.length == self._max_new:
+                done.append((slot_number, FinishReason.LENGTH))
+        return [self._free(slot_number, reason) for slot_number, reason in reversed(done)]
+
+    def _free(self, number: int, reason: FinishReason) -> Response:
+        """Take a response out; the last slot moves into its place."""
+        slot, last = self._slots[number], len(self._slots) - 1
+        if number != last:
+            length = int(self._prompts[last] + self._lengths[last]) - 1
+            self._cache.move(last, number, length)
+            self._slots[number] = self._slots[last]
+            for array in (self._streams, self._temperatures, self._lengths, self._prompts, self._last):
+                array[number] = array[last]
+        self._slots.pop()
+        tokens, logprobs = slot.tokens[: slot.length].copy(), slot.logprobs[: slot.length].copy()
+        return Response(slot.group.request.key, slot.index, tokens, logprobs, slot.spans, reason)

@@ -1,0 +1,90 @@
+"""`torchrun ... -m zbgrpo.launch`: one process of a run.
+
+The configuration is read, checked and, with --dry-run, shown without loading torch; a rank knows its role and its
+share of the cores before torch is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from zbgrpo.config.dryrun import count_rows, describe_plan
+from zbgrpo.config.load import LoadedConfig, load_config
+from zbgrpo.config.schema import RunConfig
+from zbgrpo.errors import EXIT_USER_ERROR, ConfigError, UserError
+from zbgrpo.topology.env import TorchrunEnv, available_cores, read_torchrun_env, set_thread_env
+from zbgrpo.topology.roles import threads_per_rank
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run this process; returns its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    first = True
+    try:
+        env = read_torchrun_env()
+        first = env is None or env.rank == 0
+        loaded = load_config(arguments, None if env is None else env.world_size)
+        if loaded.dry_run:
+            if first:
+                _show_plan(loaded)
+            return 0
+        if env is None:
+            raise ConfigError(
+                "not started by torchrun; use: torchrun --nproc-per-node "
+                f"{loaded.config.world_size} -m zbgrpo.launch {' '.join(arguments)}"
+            )
+    except UserError as error:
+        if first:
+            print(f"zbgrpo: {error}", file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    if first:
+        for line in (*loaded.notes, *loaded.warnings):
+            print(f"zbgrpo: {line}", file=sys.stderr, flush=True)
+    return _start(loaded.config, env)
+
+
+def _start(config: RunConfig, env: TorchrunEnv) -> int:
+    from zbgrpo.engine.finished import finished_at
+
+    if (version := finished_at(config)) is not None:
+        if env.rank == 0:
+            print(
+                f"zbgrpo: the run {config.project!r} has finished with step {version}; nothing to do. Raise "
+                "--max-steps to go on, use another -p/--project, or --resume never to start over"
+            )
+        return 0
+    threads = threads_per_rank(available_cores(), env.local_world_size, config.cluster.threads_per_rank)
+    set_thread_env(threads)
+    import torch
+
+    from zbgrpo.engine.lifecycle import run_rank
+
+    torch.set_num_threads(threads)
+    if env.rank == 0:
+        print(
+            f"zbgrpo: {env.world_size} ranks, {threads} CPU thread{'s' * (threads > 1)} each (replaces torchrun's own "
+            "setting of one thread per rank)",
+            flush=True,
+        )
+    return run_rank(config, env)
+
+
+def _show_plan(loaded: LoadedConfig) -> None:
+    num_rows = count_rows(loaded.config.data.path)
+    for line in (*loaded.notes, *loaded.warnings):
+        print(f"note: {line}")
+    print(describe_plan(loaded.config, num_rows))
+
+
+def entry() -> None:
+    """Run and leave at once: background threads of a failed collective must not keep the process alive."""
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    entry()

@@ -1,0 +1,1 @@
+"""Scores of responses: extraction, equality, the user's own functions, and the pool of processes that runs them."""

@@ -1,0 +1,131 @@
+"""The one place that reads and writes environment variables.
+
+Everything that a launcher says about a process comes in here and goes on as a value.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from zbgrpo.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TorchrunEnv:
+    """What the launcher tells one process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    run_id: str
+    """The same for all processes of one launch."""
+    restart_count: int
+    """How often the launcher has started this group of processes again."""
+
+
+def read_torchrun_env() -> TorchrunEnv | None:
+    """The launcher's variables; None for a process that no launcher started.
+
+    torchrun's are taken if RANK is set, else Slurm's (srun) if MASTER_ADDR and MASTER_PORT are set beside them. Raises
+    ConfigError, naming the variable, when one is missing or not a number, and when the numbers contradict each other.
+    """
+    if "RANK" in os.environ:
+        env = _from_torchrun()
+    elif "SLURM_PROCID" in os.environ and "MASTER_ADDR" in os.environ:
+        env = _from_slurm()
+    else:
+        return None
+    if not 0 <= env.rank < env.world_size:
+        raise ConfigError(f"RANK: rank {env.rank} is outside a world of {env.world_size}")
+    if not 0 <= env.local_rank < env.local_world_size <= env.world_size:
+        raise ConfigError(
+            f"LOCAL_RANK: rank {env.local_rank} of {env.local_world_size} is outside a world of {env.world_size}"
+        )
+    return env
+
+
+def _from_torchrun() -> TorchrunEnv:
+    return TorchrunEnv(
+        rank=_integer("RANK"),
+        world_size=_integer("WORLD_SIZE"),
+        local_rank=_integer("LOCAL_RANK"),
+        local_world_size=_integer("LOCAL_WORLD_SIZE"),
+        node_rank=_integer("GROUP_RANK", default=0),
+        master_addr=_text("MASTER_ADDR"),
+        master_port=_integer("MASTER_PORT"),
+        run_id=os.environ.get("TORCHELASTIC_RUN_ID", "none"),
+        restart_count=_integer("TORCHELASTIC_RESTART_COUNT", default=0),
+    )
+
+
+def _from_slurm() -> TorchrunEnv:
+    node_rank = _integer("SLURM_NODEID", default=0)
+    return TorchrunEnv(
+        rank=_integer("SLURM_PROCID"),
+        world_size=_integer("SLURM_NTASKS"),
+        local_rank=_integer("SLURM_LOCALID"),
+        local_world_size=_tasks_of_node(_text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), node_rank),
+        node_rank=node_rank,
+        master_addr=_text("MASTER_ADDR"),
+        master_port=_integer("MASTER_PORT"),
+        run_id=os.environ.get("SLURM_JOB_ID", "none"),
+        restart_count=_integer("SLURM_RESTART_COUNT", default=0),
+    )
+
+
+def _tasks_of_node(counts: str, node_rank: int) -> int:
+    """Slurm writes the tasks of each node as `4(x2),3`: four on each of the first two nodes, three on the third."""
+    tasks: list[int] = []
+    for part in counts.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ConfigError(f"SLURM_TASKS_PER_NODE: expected the form 4(x2),3, got {counts!r}")
+        tasks += [int(match[1])] * int(match[2] or 1)
+    if node_rank >= len(tasks):
+        raise ConfigError(f"SLURM_TASKS_PER_NODE: {counts!r} has no node {node_rank} (SLURM_NODEID)")
+    return tasks[node_rank]
+
+
+def _text(*names: str) -> str:
+    for name in names:
+        if os.environ.get(name):
+            return os.environ[name]
+    raise ConfigError(f"{names[-1]}: not set, though the process was started by a launcher; start it with torchrun")
+
+
+def _integer(name: str, default: int | None = None) -> int:
+    if default is not None and not os.environ.get(name):
+        return default
+    text = _text(name)
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}: expected an integer in the environment, got {text!r}") from None
+
+
+def set_thread_env(num_threads: int) -> None:
+    """Limits this process and its children to `num_threads` CPU threads each. Has an effect only before torch is
+    imported. Tokenizers' own threads are switched off: they do not survive a fork."""
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    os.environ["MKL_NUM_THREADS"] = str(num_threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def available_cores() -> int:
+    """CPU cores that this process may run on (its affinity, not the machine's count)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def test_data_dir() -> Path | None:
+    """Folder of the larger real data that some tests use (ZBGRPO_TEST_DATA); None when unset."""
+    folder = os.environ.get("ZBGRPO_TEST_DATA")
+    return Path(folder) if folder else None

@@ -1,0 +1,1 @@
+"""Training: what a trainer promises (`base`) and the trainers."""

@@ -1,0 +1,61 @@
+"""What a trainer promises to the consumer loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from zbgrpo.types import GroupPayload
+
+
+class Mesh(NamedTuple):
+    """Sizes of the trainer's axes; ranks are numbered with tp fastest, then pp, then dp."""
+
+    dp: int
+    pp: int
+    tp: int
+
+
+class StepResult(NamedTuple):
+    """What an optimizer step did, the same on every rank."""
+
+    skipped: bool
+    """The gradient was not finite, or no token counted: weights and optimizer are as before."""
+    loss: float
+    grad_norm: float
+    """Global norm before clipping."""
+    learning_rate: float
+    sums: dict[str, float]
+    """Sums over the whole optimizer step and all ranks; see `LossSums.stats` and `Microbatch.stats`."""
+
+
+class TrainerBackend(Protocol):
+    """Trains whole minibatches. Gradients are sums until `commit` divides them once by the step's denominator, so
+    that any split of the same groups into minibatches, microbatches and ranks gives the same update."""
+
+    mesh: Mesh
+
+    def train_minibatch(self, groups: Sequence[GroupPayload], version: int) -> None:
+        """Add the gradients of this rank's groups, which train `version`. No other rank is waited for."""
+
+    def commit(self) -> StepResult:
+        """Finish the optimizer step together with all other ranks. Raises `NonFiniteError` after five skipped steps
+        in a row."""
+
+    def discard(self) -> None:
+        """Forget the gradients of the open step."""
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The weights as they travel to producers, by Hugging Face names, tied ones once."""
+
+    def save_state(self, folder: Path) -> None:
+        """Write weights and optimizer of the last commit; all ranks take part."""
+
+    def load_state(self, folder: Path, version: int) -> None:
+        """Go on exactly where `save_state` was called; all ranks take part."""
+
+    def save_model(self, folder: Path, tokenizer: Any) -> None:
+        """Write a Hugging Face folder; called on the first rank only."""

@@ -1,0 +1,161 @@
+"""A rank's connection to the hub (or a relay): a background thread that sends, receives, resends and keeps alive.
+
+The owner calls `send` and `receive` from any thread; messages arrive in order, each once. A hub that is silent for
+longer than the peer timeout, or that says the run has failed, makes every later call raise `PeerLostError`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zbgrpo.errors import PeerLostError
+from zbgrpo.transport.link import Link
+from zbgrpo.transport.messages import Abort, Goodbye, Message
+from zbgrpo.transport.sockets import Address, Dealer
+from zbgrpo.transport.wire import Buffer, Sender, decode, encode
+
+
+class Timing(NamedTuple):
+    """How long the two sides of a connection wait."""
+
+    heartbeat_seconds: float = 2.0
+    peer_timeout_seconds: float = 120.0
+    resend_seconds: float = 5.0
+
+
+class Received(NamedTuple):
+    """One message with the frames that came behind it."""
+
+    message: Message
+    frames: list[memoryview]
+
+
+class Channel:
+    """See the module's text. Messages of the types in `route` go to queues of their own, the others to `receive`."""
+
+    def __init__(self, address: Address, sender: Sender, timing: Timing, max_message_bytes: int) -> None:
+        self._address, self._sender, self._timing = address, sender, timing
+        self._max_message_bytes = max_message_bytes
+        self._outbox: deque[tuple[list[Message], Sequence[Buffer]]] = deque()
+        self._inbox: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
+        self._routes: dict[type, queue.SimpleQueue[Received | None]] = {}
+        self._link: Link[list[Buffer]] = Link(timing.resend_seconds)
+        self._failure: PeerLostError | None = None
+        self._closing = threading.Event()
+        self._dealer: Dealer | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"channel-{sender.name}", daemon=True)
+
+    def route(self, *kinds: type) -> queue.SimpleQueue[Received | None]:
+        """A queue of its own for these message types; None in it means that the channel has failed."""
+        own: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
+        for kind in kinds:
+            self._routes[kind] = own
+        return own
+
+    def start(self) -> Channel:
+        """Start the thread; routes must be set before."""
+        self._thread.start()
+        self._started.wait(self._timing.peer_timeout_seconds)
+        return self
+
+    def send(self, *messages: Message, frames: Sequence[Buffer] = ()) -> None:
+        """Queue messages, with the tensors of the group message among them. Buffers must not change afterwards."""
+        self.check()
+        self._outbox.append((list(messages), frames))
+        if self._dealer is not None:
+            self._dealer.wake()
+
+    def receive(self, timeout_seconds: float = 0.0) -> Received | None:
+        """The next message that has no route; None when none came in time."""
+        return self.take(self._inbox, timeout_seconds)
+
+    def take(self, source: queue.SimpleQueue[Received | None], timeout_seconds: float) -> Received | None:
+        """The next message of a route; None when none came in time; raises `PeerLostError` if the channel failed."""
+        try:
+            received = source.get_nowait() if timeout_seconds <= 0 else source.get(timeout=timeout_seconds)
+        except queue.Empty:
+            self.check()
+            return None
+        if received is None:
+            source.put(None)
+            self.check()
+        return received
+
+    def check(self) -> None:
+        """Raise `PeerLostError` if the hub is lost or has ended the run."""
+        if self._failure is not None:
+            raise self._failure
+
+    def drained(self) -> bool:
+        """Whether the other side has acknowledged everything that was sent."""
+        return not self._outbox and not self._link.num_unacknowledged
+
+    def close(self, drain_seconds: float) -> bool:
+        """Say goodbye, wait up to `drain_seconds` for acknowledgements, close; whether everything arrived."""
+        if self._failure is None:
+            self._outbox.append(([Goodbye()], ()))
+        deadline = time.monotonic() + drain_seconds
+        while not self.drained() and self._failure is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        drained = self.drained()
+        self._closing.set()
+        if self._dealer is not None:
+            self._dealer.wake()
+        self._thread.join(self._timing.peer_timeout_seconds)
+        return drained
+
+    # ------------------------------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        dealer = Dealer(self._address, self._sender.name.encode(), self._max_message_bytes)
+        self._dealer = dealer
+        self._started.set()
+        heard = alive = time.monotonic()
+        try:
+            while not self._closing.is_set() and self._failure is None:
+                self._flush(dealer)
+                dealer.wait(self._timing.heartbeat_seconds / 4)
+                now = time.monotonic()
+                while (parts := dealer.receive()) is not None:
+                    heard = now
+                    self._arrived(parts, now)
+                if now - alive >= self._timing.heartbeat_seconds or self._link.must_acknowledge:
+                    alive = now
+                    self._link.must_acknowledge = False
+                    dealer.send(encode(self._sender, 0, self._link.received, []))
+                for item in self._link.due(now):
+                    dealer.send(item)
+                if now - heard > self._timing.peer_timeout_seconds:
+                    self._fail(PeerLostError(f"the hub has been silent for {now - heard:.0f} s"))
+        finally:
+            dealer.close()
+
+    def _flush(self, dealer: Dealer) -> None:
+        while self._outbox:
+            messages, frames = self._outbox[0]
+            parts = encode(self._sender, self._link.next_sequence, self._link.received, messages, frames)
+            self._link.sent(parts, time.monotonic())
+            self._outbox.popleft()  # only now, so that `drained` never misses a message between the two
+            dealer.send(parts)
+
+    def _arrived(self, parts: list[memoryview], now: float) -> None:
+        header, frames = decode(parts, self._sender.run_id)
+        self._link.acknowledged(header.acknowledged, now)
+        if header.sequence == 0 or not self._link.accept(header.sequence):
+            return
+        for message in header.messages:
+            if isinstance(message, Abort):
+                self._fail(PeerLostError(message.error))
+            else:
+                self._routes.get(type(message), self._inbox).put(Received(message, frames))
+
+    def _fail(self, error: PeerLostError) -> None:
+        self._failure = error
+        for target in {id(q): q for q in (self._inbox, *self._routes.values())}.values():
+            target.put(None)

@@ -1,0 +1,145 @@
+"""The plan on its way to the consumers of one node: entries in order, their groups through the shared-memory ring.
+
+Writer side (hub or relay): `PlanPublisher`. Reader side (one per local consumer rank): `PlanReader`, whose thread
+copies each record out of the ring, gives it back at once, and queues whole entries for the training loop.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from zbgrpo.errors import ProtocolError, ZbgrpoError
+from zbgrpo.ledger.records import PlanEntry
+from zbgrpo.transport.channel import Channel
+from zbgrpo.transport.messages import GroupHeader, Message, PlanFor, Release
+from zbgrpo.transport.ring import Descriptor, RingReader, RingWriter, split_frames
+from zbgrpo.transport.wire import Buffer, frame_lengths, payload_crc, payload_from_views
+from zbgrpo.types import GroupPayload
+
+
+class StoredGroup(NamedTuple):
+    """A group in the hub's or a relay's memory: header and the bytes of its tensors."""
+
+    header: GroupHeader
+    frames: Sequence[Buffer]
+
+
+class TrainGroup(NamedTuple):
+    """A group as the trainer gets it."""
+
+    header: GroupHeader
+    payload: GroupPayload
+
+
+class PlannedEntry(NamedTuple):
+    """A plan entry with this rank's groups (empty unless TRAIN)."""
+
+    entry: PlanEntry
+    groups: list[TrainGroup]
+
+
+class PlanPublisher:
+    """Writes the groups of each entry into the ring and tells the readers, strictly in plan order.
+
+    States of an entry: QUEUED (no room yet) -> SENT. Invariant: an entry is sent to all local readers, and only after
+    all entries before it. It never waits: `pump` goes on when a reader's release has made room.
+    """
+
+    def __init__(self, ring: RingWriter, readers: Mapping[str, int], send: Callable[[str, Message], None]) -> None:
+        """`readers`: names of the local readers, in the ring's order, to their dp_index."""
+        self._ring, self._send = ring, send
+        self._readers = list(readers.items())
+        self._index = {name: number for number, name in enumerate(readers)}
+        self._queue: deque[tuple[PlanEntry, dict[int, StoredGroup], dict[int, Descriptor]]] = deque()
+
+    def publish(self, entry: PlanEntry, groups: Mapping[int, StoredGroup]) -> None:
+        """Queue an entry with the groups (by lease id) of this node's ranks."""
+        self._queue.append((entry, dict(groups), {}))
+        self.pump()
+
+    def released(self, reader: str, sequences: Sequence[int]) -> None:
+        """A reader has copied these records."""
+        for sequence in sequences:
+            self._ring.release(self._index[reader], sequence)
+        self.pump()
+
+    def pump(self) -> None:
+        """Send whatever now fits."""
+        while self._queue:
+            entry, groups, written = self._queue[0]
+            for lease_id, group in groups.items():
+                if lease_id in written:
+                    continue
+                readers = [i for i, (_, dp) in enumerate(self._readers) if lease_id in entry.ranks[dp]]
+                descriptor = self._ring.try_write(group.frames, readers)
+                if descriptor is None:
+                    return
+                written[lease_id] = descriptor
+            for name, dp_index in self._readers:
+                mine = entry.ranks[dp_index] if entry.ranks else []
+                self._send(name, PlanFor(entry, [groups[i].header for i in mine], [written[i] for i in mine]))
+            self._queue.popleft()
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+
+class PlanReader:
+    """Iterates over the plan of one consumer rank. `next_entry` gives entries in plan order, each once."""
+
+    def __init__(self, channel: Channel, ring: RingReader) -> None:
+        self._channel, self._ring = channel, ring
+        self._source = channel.route(PlanFor)
+        self._ready: queue.SimpleQueue[PlannedEntry | ZbgrpoError] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="plan-reader", daemon=True)
+
+    def start(self) -> PlanReader:
+        """Start the channel and the thread."""
+        self._channel.start()
+        self._thread.start()
+        return self
+
+    def next_entry(self, timeout_seconds: float) -> PlannedEntry | None:
+        """The next entry; None when none came in time; raises what stopped the reader."""
+        try:
+            item = self._ready.get(timeout=timeout_seconds) if timeout_seconds > 0 else self._ready.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(item, ZbgrpoError):
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Stop the thread and let go of the ring."""
+        self._closing.set()
+        self._thread.join(5.0)
+        self._channel.close(drain_seconds=5.0)
+        self._ring.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                received = self._channel.take(self._source, 0.2)
+                if received is not None:
+                    assert isinstance(received.message, PlanFor)
+                    self._ready.put(self._read(received.message))
+        except ZbgrpoError as error:
+            self._ready.put(error)
+
+    def _read(self, plan: PlanFor) -> PlannedEntry:
+        groups = []
+        for header, descriptor in zip(plan.groups, plan.records, strict=True):
+            record = self._ring.read(descriptor)
+            views = split_frames(memoryview(record), frame_lengths(header))
+            if payload_crc(views) != header.crc:
+                raise ProtocolError(f"group {header.lease_id} was changed on its way: its checksum does not match")
+            groups.append(TrainGroup(header, payload_from_views(header, views)))
+        if plan.records:
+            self._channel.send(Release([descriptor.sequence for descriptor in plan.records]))
+        return PlannedEntry(plan.entry, groups)

@@ -1,0 +1,104 @@
+"""The hub's side of all connections: one ROUTER, one link per peer, liveness. Used from one thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zbgrpo.errors import ProtocolError
+from zbgrpo.transport.channel import Timing
+from zbgrpo.transport.link import Link
+from zbgrpo.transport.messages import Goodbye, Message
+from zbgrpo.transport.sockets import Keys, Router
+from zbgrpo.transport.wire import Buffer, Sender, decode, encode
+
+
+@dataclass
+class Peer:
+    """What the hub knows of one connection."""
+
+    name: str
+    incarnation: int
+    link: Link[list[Buffer]]
+    heard: float
+    alive: float
+    left: bool = False
+
+
+class Server:
+    """See the module's text. Peers are named by themselves (`producer:0`, `consumer:1`, `reader:1`, `relay:2`)."""
+
+    def __init__(
+        self, run_id: str, host: str | None, timing: Timing, max_message_bytes: int, keys: Keys | None = None
+    ) -> None:
+        self._sender = Sender(run_id, "hub")
+        self._timing = timing
+        self._router = Router(host, max_message_bytes, keys)
+        self.address = self._router.address
+        self.peers: dict[str, Peer] = {}
+        self.refused = 0
+        """Messages that broke the protocol: counted and dropped."""
+        self.last_refusal = ""
+
+    def poll(self, timeout_seconds: float, limit: int = 256) -> list[tuple[str, Message, list[memoryview]]]:
+        """Messages that have arrived, in order per peer: at most about `limit`, after waiting for the first."""
+        arrived: list[tuple[str, Message, list[memoryview]]] = []
+        if not self._router.wait(timeout_seconds):
+            return arrived
+        while len(arrived) < limit and (received := self._router.receive()) is not None:
+            name, parts = received
+            try:
+                arrived.extend(self._accept(name, parts))
+            except ProtocolError as error:
+                self.refused += 1
+                self.last_refusal = str(error)
+        return arrived
+
+    def _accept(self, name: bytes, parts: list[memoryview]) -> list[tuple[str, Message, list[memoryview]]]:
+        header, frames = decode(parts, self._sender.run_id)
+        if header.sender.encode() != name:
+            raise ProtocolError("a peer uses another peer's name")
+        now = time.monotonic()
+        peer = self.peers.get(header.sender)
+        if peer is None or header.incarnation > peer.incarnation:
+            peer = Peer(header.sender, header.incarnation, Link(self._timing.resend_seconds), now, now)
+            self.peers[header.sender] = peer
+        elif header.incarnation < peer.incarnation:
+            raise ProtocolError(f"message of an earlier start of {header.sender}")
+        peer.heard = now
+        peer.link.acknowledged(header.acknowledged, now)
+        if header.sequence == 0 or not peer.link.accept(header.sequence):
+            return []
+        peer.left = peer.left or any(isinstance(m, Goodbye) for m in header.messages)
+        return [(peer.name, message, frames) for message in header.messages]
+
+    def send(self, name: str, *messages: Message, frames: Sequence[Buffer] = ()) -> None:
+        """Send to a peer that has said hello; sent again until it acknowledges."""
+        peer = self.peers[name]
+        parts = encode(self._sender, peer.link.next_sequence, peer.link.received, messages, frames)
+        peer.link.sent(parts, time.monotonic())
+        self._router.send(name.encode(), parts)
+
+    def tick(self) -> list[str]:
+        """Acknowledge, resend, keep alive; names of peers that have been silent for too long."""
+        now, lost = time.monotonic(), []
+        for peer in self.peers.values():
+            if peer.left and not peer.link.must_acknowledge:
+                continue
+            if peer.link.must_acknowledge or now - peer.alive >= self._timing.heartbeat_seconds:
+                peer.link.must_acknowledge, peer.alive = False, now
+                self._router.send(peer.name.encode(), encode(self._sender, 0, peer.link.received, []))
+            for item in peer.link.due(now):
+                self._router.send(peer.name.encode(), item)
+            if not peer.left and now - peer.heard > self._timing.peer_timeout_seconds:
+                lost.append(peer.name)
+        return lost
+
+    def drained(self) -> bool:
+        """Whether every peer has acknowledged everything, or has left."""
+        return all(peer.left or not peer.link.num_unacknowledged for peer in self.peers.values())
+
+    def close(self) -> None:
+        """Close the socket; nothing is waited for."""
+        self._router.close()

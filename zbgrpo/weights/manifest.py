@@ -1,0 +1,146 @@
+"""Which tensors travel, in which order, in which buckets; and digests of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from zbgrpo.errors import WeightSyncError
+
+_ALIGNMENT = 64  # bytes; keeps every tensor of a bucket aligned for vector instructions
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor as it travels."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies: bucket and byte range."""
+
+    spec: TensorSpec
+    bucket: int
+    offset: int
+    num_bytes: int
+
+
+class WeightManifest:
+    """Names, shapes and dtypes of all tensors in the order in which they travel, and their places in flat buckets.
+
+    Tied parameters appear once, under the first of their names. Two ranks with equal manifests have equal layouts.
+    """
+
+    def __init__(self, specs: list[TensorSpec], bucket_bytes: int) -> None:
+        self.specs = specs
+        self.slots: list[Slot] = []
+        self.bucket_sizes: list[int] = []
+        for spec in specs:
+            num_bytes = _itemsize(spec.dtype)
+            for size in spec.shape:
+                num_bytes *= size
+            padded = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            if not self.bucket_sizes or self.bucket_sizes[-1] + padded > max(bucket_bytes, padded):
+                self.bucket_sizes.append(0)
+            self.slots.append(Slot(spec, len(self.bucket_sizes) - 1, self.bucket_sizes[-1], num_bytes))
+            self.bucket_sizes[-1] += padded
+
+    @classmethod
+    def of(cls, model: nn.Module, dtype: torch.dtype, bucket_bytes: int) -> WeightManifest:
+        """The manifest of a model whose floating-point parameters travel as `dtype`."""
+        specs = []
+        for name, tensor in named_weights(model):
+            kind = dtype if tensor.is_floating_point() else tensor.dtype
+            specs.append(TensorSpec(name, list(tensor.shape), str(kind).removeprefix("torch.")))
+        return cls(specs, bucket_bytes)
+
+    def encode(self) -> bytes:
+        """For the rendezvous store."""
+        return msgspec.json.encode(self.specs)
+
+    def check_equal(self, encoded: bytes) -> None:
+        """Raise `WeightSyncError` naming the tensors unless the other side's manifest has the same set of tensors."""
+        other = {s.name: s for s in msgspec.json.decode(encoded, type=list[TensorSpec])}
+        mine = {s.name: s for s in self.specs}
+        missing, unknown = sorted(mine.keys() - other.keys()), sorted(other.keys() - mine.keys())
+        if missing or unknown:
+            raise WeightSyncError(
+                f"trainer and producer have different weights: not sent {missing[:5]}, not known here {unknown[:5]}"
+            )
+        for name, spec in mine.items():
+            if spec != other[name]:
+                raise WeightSyncError(f"weight {name}: producer has {spec}, trainer sends {other[name]}")
+        if list(other) != list(mine):
+            raise WeightSyncError("trainer and producer have the same weights in different orders")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.bucket_sizes)
+
+    def allocate(self, device: torch.device, pin: bool = False) -> list[Tensor]:
+        """Flat uint8 buckets, zeroed (padding takes part in nothing, but travels)."""
+        return [torch.zeros(n, dtype=torch.uint8, device=device, pin_memory=pin) for n in self.bucket_sizes]
+
+    def views(self, buckets: list[Tensor]) -> dict[str, Tensor]:
+        """The tensors inside flat buckets, by name; they share memory with the buckets."""
+        return {
+            slot.spec.name: buckets[slot.bucket][slot.offset : slot.offset + slot.num_bytes]
+            .view(getattr(torch, slot.spec.dtype))
+            .view(slot.spec.shape)
+            for slot in self.slots
+        }
+
+
+def named_weights(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Parameters (tied ones once) and persistent buffers of a model, in registration order."""
+    yield from model.named_parameters()
+    persistent = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield name, buffer
+
+
+def _itemsize(dtype: str) -> int:
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise WeightSyncError(f"unknown dtype {dtype!r}")
+    return kind.itemsize
+
+
+# ------------------------------------------------------------------------------------------------ digests
+
+_CHUNK = 1 << 18
+_MODULUS = (1 << 61) - 1
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """A position-sensitive 61-bit checksum of names and bytes, equal on every device. Detects accidents, not attacks.
+
+    Each chunk of 2^18 32-bit words is multiplied, modulo 2^32, by odd weights and summed; the sums are hashed as a
+    polynomial modulo 2^61 - 1.
+    """
+    total = 0
+    weights: dict[torch.device, Tensor] = {}
+    for name, tensor in tensors.items():
+        words = _words(tensor.detach())
+        if words.device not in weights:
+            steps = torch.arange(_CHUNK, dtype=torch.int64) * 2654435761 * 2 + 1
+            weights[words.device] = (steps & 0xFFFFFFFF).to(torch.int32).to(words.device)
+        sums = [(chunk * weights[words.device][: len(chunk)]).sum(dtype=torch.int64) for chunk in words.split(_CHUNK)]
+        for value in (*name.encode(), *(torch.stack(sums).tolist() if sums else ())):
+            total = (total * 1_000_003 + value) % _MODULUS
+    return f"{total:016x}"
+
+
+def _words(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    if len(flat) % 4 or flat.storage_offset() % 4:
+        flat = torch.nn.functional.pad(flat, (0, -len(flat) % 4)).clone()
+    return flat.view(torch.int32)

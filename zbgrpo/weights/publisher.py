@@ -1,0 +1,189 @@
+"""The sending side: one source consumer per pipeline stage, with a background thread.
+
+States of each of the two staging sets: FREE -> WAITING (holds the newest version) -> SENDING -> FREE.
+Invariant: at most one set is SENDING and at most one WAITING. `publish` replaces a WAITING version by a newer one
+(that is the coalescing), unless it is pinned: a version due for evaluation is always sent.
+
+Example: version 4 is SENDING when 5 commits: 5 is WAITING. 6 commits before 4 is through: 6 replaces 5, and the
+producers go from 4 to 6.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbgrpo.errors import WeightSyncError, ZbgrpoError
+from zbgrpo.weights.manifest import WeightManifest, digest
+
+
+class Sent(NamedTuple):
+    """A finished broadcast."""
+
+    version: int
+    digest: str
+    seconds: float
+
+
+@dataclass
+class _Staging:
+    buckets: list[Tensor]
+    views: dict[str, Tensor]
+    state: str = "FREE"
+    version: int = -1
+    pinned: bool = False
+    ready: torch.cuda.Event | None = field(default=None)
+
+
+class WeightPublisher:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        source_rank: int,
+        manifest: WeightManifest,
+        announce: Callable[[int, int], None],
+        *,
+        device: torch.device,
+        timeout_seconds: float,
+        on_sent: Callable[[Sent], None] = lambda sent: None,
+    ) -> None:
+        """`announce(broadcast number, version)` tells the producers, who join the broadcast in a thread of theirs."""
+        self._group, self._source_rank, self._manifest = group, source_rank, manifest
+        self._announce, self._on_sent, self._timeout_seconds = announce, on_sent, timeout_seconds
+        self._device = device
+        pin = device.type == "cpu" and torch.cuda.is_available()
+        self._staging = []
+        for _ in range(2):
+            buckets = manifest.allocate(device, pin)
+            self._staging.append(_Staging(buckets, manifest.views(buckets)))
+        self._condition = threading.Condition()
+        self._closing = False
+        self._failure: ZbgrpoError | None = None
+        self._broadcasts = 0
+        self.last: Sent | None = None
+        self.coalesced = 0
+        """Versions that a newer one replaced before they were sent."""
+        self.stall_seconds = 0.0
+        """Time that `publish` has spent so far: copying, and waiting for a pinned version to leave."""
+        self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
+        self._thread.start()
+
+    def publish(self, version: int, weights: Mapping[str, Tensor], pinned: bool = False) -> None:
+        """Copy the weights and return; they are sent in the background, newest first. Raises an earlier failure."""
+        start = time.monotonic()
+        with self._condition:
+            staging = self._claim(start)
+        with torch.no_grad():
+            for name, view in staging.views.items():
+                view.copy_(weights[name].detach(), non_blocking=True)
+        if torch.cuda.is_available():
+            staging.ready = torch.cuda.Event()
+            staging.ready.record()
+        with self._condition:
+            staging.state, staging.version, staging.pinned = "WAITING", version, pinned
+            self._condition.notify_all()
+        self.stall_seconds += time.monotonic() - start
+
+    def _claim(self, start: float) -> _Staging:
+        while True:
+            self._check()
+            waiting = next((s for s in self._staging if s.state == "WAITING"), None)
+            if waiting is not None and not waiting.pinned:
+                waiting.state = "FREE"
+                self.coalesced += 1
+                return waiting
+            free = next((s for s in self._staging if s.state == "FREE"), None)
+            if waiting is None and free is not None:
+                return free
+            self._condition.wait(1.0)
+            if time.monotonic() - start > self._timeout_seconds:
+                raise WeightSyncError(f"no broadcast has finished within {self._timeout_seconds:.0f} s")
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until everything published has been sent; False if that took too long. Raises a failure."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._condition:
+            while any(s.state != "FREE" for s in self._staging):
+                self._check()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._condition.wait(min(1.0, left))
+            self._check()
+        return True
+
+    def check(self) -> None:
+        """Raise the failure of the background thread, if there was one."""
+        with self._condition:
+            self._check()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Stop after the broadcast in work; what is WAITING is dropped."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        self._thread.join(self._timeout_seconds)
+
+    # ------------------------------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while (staging := self._next()) is not None:
+                sent = self._send(staging)
+                with self._condition:
+                    staging.state, self.last = "FREE", sent
+                    self._condition.notify_all()
+                self._on_sent(sent)
+        except ZbgrpoError as error:
+            self._fail(error)
+        except (RuntimeError, dist.DistError) as error:
+            self._fail(WeightSyncError(f"broadcast {self._broadcasts} of the weights failed: {error}"))
+
+    def _fail(self, error: ZbgrpoError) -> None:
+        with self._condition:
+            self._failure = error
+            self._condition.notify_all()
+
+    def _next(self) -> _Staging | None:
+        with self._condition:
+            while not self._closing:
+                for staging in self._staging:
+                    if staging.state == "WAITING":
+                        staging.state = "SENDING"
+                        self._broadcasts += 1
+                        return staging
+                self._condition.wait(1.0)
+        return None
+
+    def _send(self, staging: _Staging) -> Sent:
+        start = time.monotonic()
+        if staging.ready is not None:
+            staging.ready.synchronize()
+        self._announce(self._broadcasts, staging.version)
+        works = [
+            dist.broadcast(bucket, src=self._source_rank, group=self._group, async_op=True)
+            for bucket in staging.buckets
+        ]
+        value = digest(staging.views)  # computed while the buckets travel
+        works.append(dist.broadcast(_trailer(staging.version, value, self._device), src=self._source_rank,
+                                    group=self._group, async_op=True))  # fmt: skip
+        for work in works:
+            work.wait()
+        return Sent(staging.version, value, time.monotonic() - start)
+
+
+def _trailer(version: int, value: str, device: torch.device) -> Tensor:
+    return torch.tensor([version, int(value, 16)], dtype=torch.int64, device=device)

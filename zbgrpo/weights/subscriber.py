@@ -1,0 +1,136 @@
+"""The receiving side: one per producer rank, with a background thread that fills a shadow copy.
+
+States of the shadow copy: EMPTY -> RECEIVING -> READY -> EMPTY (applied, or overwritten by a newer version).
+Invariant: a version becomes READY only when all its buckets and its trailer have arrived and its digest agrees, and
+`apply` takes READY versions only: half a version is never used. Versions that are applied never go back.
+
+Example: version 3 is READY and held back for an evaluation of version 2; version 4 arrives and overwrites it; after
+the evaluation the producer goes from 2 to 4.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbgrpo.errors import PeerLostError, WeightSyncError, ZbgrpoError
+from zbgrpo.weights.manifest import WeightManifest, digest
+
+
+class Incoming(NamedTuple):
+    """A complete version in the shadow copy."""
+
+    version: int
+    digest: str
+
+
+class WeightSubscriber:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        source_rank: int,
+        manifest: WeightManifest,
+        live: Mapping[str, Tensor],
+        *,
+        device: torch.device,
+        on_applied: Callable[[int, str], None] = lambda version, live_digest: None,
+    ) -> None:
+        """`live`: the engine's own tensors, whose storage is exchanged with the shadow copy's at each apply.
+
+        `on_applied(version, digest of the live tensors)` is called from the background thread after each apply.
+        """
+        self._group, self._source_rank, self._manifest = group, source_rank, manifest
+        self._live, self._device, self._on_applied = dict(live), device, on_applied
+        self._shadow = manifest.allocate(device)
+        self._current = manifest.allocate(device)
+        for name, view in manifest.views(self._current).items():
+            view.copy_(self._live[name].detach())
+            self._live[name].data = view
+        self._lock = threading.Lock()
+        self._ready: Incoming | None = None
+        self._failure: ZbgrpoError | None = None
+        self._jobs: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self.applied_version = -1
+        self.receive_seconds = 0.0
+        self._thread = threading.Thread(target=self._run, name="weight-subscriber", daemon=True)
+        self._thread.start()
+
+    def expect(self, version: int) -> None:
+        """The source has begun to broadcast this version: join in, in the background."""
+        self._jobs.put(("receive", version))
+
+    def ready(self) -> Incoming | None:
+        """The complete version in the shadow copy, if there is one; raises a failure of the background thread."""
+        if self._failure is not None:
+            raise self._failure
+        return self._ready
+
+    def apply(self) -> Incoming | None:
+        """Generate with the READY version from now on; None if there is none. Takes no copy: storages change places.
+
+        Call it between two decode steps only.
+        """
+        with self._lock:
+            incoming = self._ready
+            if incoming is None:
+                return None
+            if incoming.version <= self.applied_version:
+                raise WeightSyncError(f"version {incoming.version} arrived after {self.applied_version}")
+            for name, view in self._manifest.views(self._shadow).items():
+                self._live[name].data = view
+            self._shadow, self._current = self._current, self._shadow
+            self._ready, self.applied_version = None, incoming.version
+        self._jobs.put(("digest", incoming.version))
+        return incoming
+
+    def close(self) -> None:
+        """Stop after the broadcast in work."""
+        self._jobs.put(("close", 0))
+        self._thread.join(5.0)
+
+    # ------------------------------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while (job := self._jobs.get())[0] != "close":
+                kind, version = job
+                if kind == "receive":
+                    self._receive(version)
+                else:
+                    self._on_applied(
+                        version, digest({spec.name: self._live[spec.name] for spec in self._manifest.specs})
+                    )
+        except (ZbgrpoError, RuntimeError, dist.DistError) as error:
+            known = isinstance(error, (WeightSyncError, PeerLostError))
+            self._failure = error if known else WeightSyncError(f"receiving new weights failed: {error}")  # type: ignore[assignment]
+
+    def _receive(self, version: int) -> None:
+        start = time.monotonic()
+        with self._lock:
+            self._ready = None
+            shadow = self._shadow
+        trailer = torch.zeros(2, dtype=torch.int64, device=self._device)
+        works = [
+            dist.broadcast(tensor, src=self._source_rank, group=self._group, async_op=True)
+            for tensor in (*shadow, trailer)
+        ]
+        for work in works:
+            work.wait()
+        sent_version, sent_digest = trailer.tolist()
+        value = digest(self._manifest.views(shadow))
+        if sent_version != version or f"{sent_digest:016x}" != value:
+            raise WeightSyncError(
+                f"version {version} arrived damaged: digest {value}, but {sent_digest:016x} of {sent_version} was sent"
+            )
+        self.receive_seconds = time.monotonic() - start
+        with self._lock:
+            self._ready = Incoming(version, value)
