@@ -1,7 +1,7 @@
 """What the ledger's rules cost: idle shares and lags in a simulated run, against the figures they were chosen for.
 
-8 producers with 16 slots each, rates balanced, lognormal lengths with sigma 1: 128 groups are under way at a time, which
-is half of S = 256 and twice S = 64. Ranges are wide: they say of what kind the figures are.
+8 producers with 16 slots each, rates balanced, lognormal lengths with sigma 1: 128 groups are under way at a time,
+which is half of S = 256 and twice S = 64. Ranges are wide: they say of what kind the figures are.
 """
 
 from __future__ import annotations

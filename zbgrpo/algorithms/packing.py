@@ -20,7 +20,6 @@ from torch import Tensor
 from zbgrpo.algorithms.advantages import group_advantages
 from zbgrpo.types import FinishReason, GroupPayload
 
-
 STATISTICS = (
     "responses", "truncated", "tokens", "lag", "lag_max", "lag_left_out", "reward", "format_acc", "ans_acc", "groups",
     "zero_variance",

@@ -25,10 +25,7 @@ from zbgrpo.data.chat import PromptRenderer
 if TYPE_CHECKING:
     import torch
 
-RUN_FLAGS: list[str] = (
-    "-rt think_answer_tags -g 8 -ibs 16 -imbs 16 -tbs 16 -tMbs 16 -tmbs 64 -mpt 32 -mnt 24 -lr 1e-3 -kl 0 "
-    "--precision fp32 --max-steps 100 --max-staleness 2"
-).split()
+RUN_FLAGS: list[str] = ["-rt", "think_answer_tags", "-g", "8", "-ibs", "16", "-imbs", "16", "-tbs", "16", "-tMbs", "16", "-tmbs", "64", "-mpt", "32", "-mnt", "24", "-lr", "1e-3", "-kl", "0", "--precision", "fp32", "--max-steps", "100", "--max-staleness", "2"]
 """Flags of the quickstart run, beside the paths and the roles."""
 
 SAMPLING_TEMPERATURE = 0.6

@@ -152,7 +152,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Gradients are scaled down to this global norm."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
-    logprob_chunk_tokens: Positive = 1024
+    logprob_chunk_tokens: Positive = 256
     """Tokens whose logits exist at the same time."""
 
 

@@ -28,7 +28,7 @@ from zbgrpo.observe.events import EventLog
 from zbgrpo.observe.logs import setup_rank_logging
 from zbgrpo.observe.metrics import MetricsWriter
 from zbgrpo.observe.progress import Progress, print_closing_table
-from zbgrpo.observe.timeledger import IMBALANCE, TimeLedger
+from zbgrpo.observe.timeledger import IMBALANCE, SHUTDOWN, STARTUP, TimeLedger
 from zbgrpo.trainer.schedule import schedule_steps
 from zbgrpo.trainer.torch_backend import TorchTrainer
 from zbgrpo.transport import messages as m
@@ -54,9 +54,31 @@ class _Parts:
 
 def run_consumer(rank: Rank) -> str:
     """Start, train, end. Returns why the run ended."""
-    config, env = rank.config, rank.env
+    config = rank.config
     ledger = TimeLedger(started=rank.started)
+    with ledger.phase(STARTUP):
+        consumer, parts = _start(rank, ledger)
+    reason = consumer.run()
+    with ledger.phase(SHUTDOWN):
+        final = consumer.finish()
+        # Goodbyes are what the hub waits for before it gives rank 0 the totals, and before it ends.
+        consumer.reader.close()
+        consumer.channel.close(drain_seconds=config.transport.peer_timeout_seconds)
+        if final is not None:
+            _close_books(rank, parts, consumer, final, reason)
+        consumer.events.close()
+        for child in parts.children:
+            child.close(timeout_seconds=30.0)
+        disconnect()
+    return reason
+
+
+def _start(rank: Rank, ledger: TimeLedger) -> tuple[Consumer, _Parts]:
+    """Everything up to the point where all ranks are ready."""
+    config, env = rank.config, rank.env
+    lock = None
     if env.rank == 0:
+        lock = startup.claim_folders(config)
         setup_rank_logging(startup.log_folder(config), 0, "consumer 0", console=True)
     tokenizer, renderer, rows, evaluation = _read_inputs(rank)
     store = connect(env, config)
@@ -64,22 +86,22 @@ def run_consumer(rank: Rank) -> str:
     if env.rank == 0:
         prepared = startup.prepare(config, env, rank.topology, nodes, renderer, rows, evaluation)
         startup.publish(store, prepared.document)
-        parts = _Parts(prepared.document, [prepared.hub], prepared.lock)
+        parts = _Parts(prepared.document, [prepared.hub], lock)
     else:
         parts = _Parts(startup.receive(store), [])
         setup_rank_logging(parts.document.log_dir, env.rank, f"consumer {rank.info.index}")
-    address = _plan_address(rank, store, parts, nodes)
-    groups = make_groups(store, rank.topology, config)
-    trainer = _build_trainer(rank, groups, parts.document, ledger)
     document = parts.document
+    address, ring_path, ring_bytes = _plan_address(rank, store, parts, nodes)
+    groups = make_groups(store, rank.topology, config)
+    trainer = _build_trainer(rank, groups, document, ledger)
     if document.resume_folder is not None:
         trainer.load_state(Path(document.resume_folder) / "trainer", document.version)
     events = EventLog(Path(document.log_dir) / "events" / f"rank-{env.rank}.jsonl")
     rank.channel = channel = make_channel(config, document, document.hub, rank.name)
     channel.start()
     publisher = _build_publisher(rank, store, groups, trainer, events)
-    ring = RingReader.attach(address[1], address[2])
-    reader_channel = make_channel(config, document, address[0], f"reader:{env.rank}")
+    ring = RingReader.attach(ring_path, ring_bytes)
+    reader_channel = make_channel(config, document, address, f"reader:{env.rank}")
     reader = PlanReader(reader_channel, ring).start()
     for each in (channel, reader_channel):
         say_hello(each, rank, nodes[env.rank])
@@ -105,23 +127,7 @@ def run_consumer(rank: Rank) -> str:
         check_alive=lambda: _check_alive(parts),
         stop_requested=rank.stop.requested,
     )
-    reason = consumer.run()
-    if env.rank != 0:
-        # Their goodbyes are what the hub waits for before it gives rank 0 the totals.
-        reader.close()
-        consumer.finish()
-        channel.close(drain_seconds=config.transport.peer_timeout_seconds)
-    else:
-        final = consumer.finish()
-        reader.close()
-        channel.close(drain_seconds=config.transport.peer_timeout_seconds)
-        assert final is not None
-        _close_books(rank, parts, consumer, final, reason)
-    events.close()
-    for child in parts.children:
-        child.close(timeout_seconds=30.0)
-    disconnect()
-    return reason
+    return consumer, parts
 
 
 def _read_inputs(rank: Rank) -> tuple[Any, Any, Any, Any]:
@@ -166,7 +172,7 @@ def _build_trainer(rank: Rank, groups: ProcessGroups, document: startup.Document
         ),
         temperature=config.inference.temperature,
         num_schedule_steps=schedule_steps(config.data.num_episodes, document.num_schedule_rows, config.groups_per_step),
-        group=groups.consumers if len(rank.topology.consumer_ranks) > 1 else None,
+        group=groups.consumers,
         wait=lambda: ledger.phase(IMBALANCE),
     )
 

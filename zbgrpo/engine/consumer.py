@@ -220,7 +220,10 @@ class Consumer:
         """Send the last times; on rank 0 wait until everybody else has left and return the totals."""
         with self.time.phase(phases.SHUTDOWN):
             if self.publisher is not None:
+                self.publisher.flush(self.config.weights.timeout_seconds)
                 self.publisher.close()
+            if self.rank == 0:
+                self.channel.send(m.BroadcastsDone())
             if self.recorder is None:
                 self.channel.send(m.TimeReport(self.time.snapshot(), {}))
                 return None

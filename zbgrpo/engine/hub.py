@@ -78,6 +78,7 @@ class Hub:
             m.Committed: self._committed,
             m.SnapshotRequest: self._snapshot_request,
             m.WeightsStart: self._weights_start,
+            m.BroadcastsDone: self._broadcasts_done,
             m.Release: self._release,
             m.TimeReport: self._time_report,
             m.StopRequest: self._stop,
@@ -118,7 +119,7 @@ class Hub:
         for entry in self.ledger.plan():
             self._publish(entry)
         self._advance_evaluation()
-        if self._finished is not None and not self._final_sent:
+        if self._ended_at and not self._final_sent:
             self._send_final()
 
     def _publish(self, entry: PlanEntry) -> None:
@@ -149,11 +150,14 @@ class Hub:
         self.server.send(f"relay:{node}", m.PlanRelay(entry, [g.header for g in groups]), frames=frames)
 
     def _finish(self, reason: str) -> None:
-        self._finished, self._ended_at = reason, time.monotonic()
+        self._finished = reason
         self.groups.clear()
-        for name, peer in self.server.peers.items():
-            if name.startswith("producer:") and not peer.left:
-                self.server.send(name, m.Finished(reason))
+
+    def _broadcasts_done(self, name: str, message: m.BroadcastsDone, frames: Any) -> None:
+        assert self._finished is not None, "the plan has not ended"
+        self._ended_at = time.monotonic()
+        for producer in self._names("producer:"):
+            self.server.send(producer, m.Finished(self._finished))
 
     # ---------------------------------------------------------------- evaluation
 

@@ -164,16 +164,21 @@ class Recorder:
             tasks=list(self._config.evaluation.datasets),
             accuracy_before=self.accuracy.get(first, {}) if first is not None else {},
             accuracy_after=self.accuracy.get(last, {}) if measured_after and last is not None else {},
-            ledger={**final.counts, "live": final.counts["live_leased"] + final.counts["buffered"]
-                    + final.counts["planned"]},
+            ledger=_totals(final.counts),
             dropped_by_reason=final.dropped_by_reason,
             ranks=ranks,
             num_completion_tokens=self.num_tokens,
             num_samples=self.num_samples,
             paths=paths,
-        )  # fmt: skip
+        )
         self._writer.write_summary(summary)
         return summary
+
+
+def _totals(counts: dict[str, int]) -> dict[str, int]:
+    """leased = consumed + filtered + dropped + returned + live."""
+    live = counts["live_leased"] + counts["buffered"] + counts["planned"]
+    return {**{k: counts[k] for k in ("leased", "consumed", "filtered", "dropped", "returned")}, "live": live}
 
 
 def _resident_megabytes() -> float | None:

@@ -60,7 +60,6 @@ class Prepared(NamedTuple):
 
     document: Document
     hub: ChildProcess
-    lock: RunLock
 
 
 def load_data(config: RunConfig) -> list[Row]:
@@ -93,6 +92,19 @@ def make_renderer(config: RunConfig, tokenizer: Any) -> PromptRenderer:
     return PromptRenderer(tokenizer, system or None, config.data.max_prompt_tokens)
 
 
+def claim_folders(config: RunConfig) -> RunLock:
+    """Keep other runs out of the run's folders; with --resume never, move what an earlier run left in them aside."""
+    lock = RunLock(save_folder(config))
+    lock.acquire()
+    if config.checkpoint.resume == "never":
+        lock.release()
+        for folder in (save_folder(config), log_folder(config)):
+            if (target := saving.move_aside(folder)) is not None:
+                print(f"zbgrpo: --resume never: {folder} was moved to {target}", flush=True)
+        lock.acquire()
+    return lock
+
+
 def prepare(
     config: RunConfig,
     env: TorchrunEnv,
@@ -104,14 +116,6 @@ def prepare(
 ) -> Prepared:
     """Everything that rank 0 does before the others can start."""
     log_dir = log_folder(config)
-    lock = RunLock(save_folder(config))
-    lock.acquire()
-    if config.checkpoint.resume == "never":
-        lock.release()
-        for folder in (save_folder(config), log_dir):
-            if (target := saving.move_aside(folder)) is not None:
-                logger.warning("--resume never: %s was moved to %s", folder, target)
-        lock.acquire()
     saved = saving.find_saved(config)
     version = saved.version if saved is not None else 0
     usable = renderer.usable_rows(rows)
@@ -154,7 +158,7 @@ def prepare(
         nodes=nodes,
         num_schedule_rows=len(usable.indices),
     )
-    return Prepared(document, hub, lock)
+    return Prepared(document, hub)
 
 
 def _require_rows(config: RunConfig, num_usable: int, num_rows: int) -> None:

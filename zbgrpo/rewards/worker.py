@@ -68,7 +68,7 @@ def _build_or_report(channel: socket.socket, spec: RewardSpec) -> Optional[Score
         return build_scorer(spec)
     except UserError as error:
         _send(channel, WorkerReady(user_error=str(error)))
-    except Exception as error:  # noqa: BLE001 - importing the user's module may raise anything; the process ends here
+    except Exception as error:
         traceback.print_exc()
         message = f"reward type {spec.type!r} cannot be loaded: {type(error).__name__}: {error}"
         _send(channel, WorkerReady(user_error=message))

@@ -127,6 +127,10 @@ class WeightsStart(Struct, frozen=True, tag=True):
     """Set by the hub for evaluating producers: keep this version until `ReleaseVersion`."""
 
 
+class BroadcastsDone(Struct, frozen=True, tag=True):
+    """First source -> hub, behind the last plan entry: no broadcast is running or will start; producers may leave."""
+
+
 class Release(Struct, frozen=True, tag=True):
     """Reader -> hub or relay: these ring records have been copied."""
 
@@ -244,9 +248,9 @@ class Abort(Struct, frozen=True, tag=True):
 
 
 Message = Union[
-    Hello, Want, Applied, Groups, Filtered, Dropped, Returned, Evaluated, Trained, Committed, SnapshotRequest, WeightsStart, Release,
-    TimeReport, StopRequest, Failed, Goodbye, Leases, EvaluationLeases, ReleaseVersion, PlanFor, PlanRelay, LedgerState,
-    StepReport, EvaluationDone, FinalReport, Finished, Abort,
+    Hello, Want, Applied, Groups, Filtered, Dropped, Returned, Evaluated, Trained, Committed, SnapshotRequest,
+    WeightsStart, BroadcastsDone, Release, TimeReport, StopRequest, Failed, Goodbye, Leases, EvaluationLeases,
+    ReleaseVersion, PlanFor, PlanRelay, LedgerState, StepReport, EvaluationDone, FinalReport, Finished, Abort,
 ]  # fmt: skip
 
 
