@@ -13,14 +13,14 @@ from zbgrpo.errors import ModelError
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     """A causal language model in this dtype; raises `ModelError` that names the path and the reason."""
+    import transformers
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as hf_logging
 
-    hf_logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    dtype_name = "torch_dtype" if transformers.__version__.startswith("4.") else "dtype"
     _require_folder(path)
     try:
-        # `torch_dtype` is the name that every supported transformers version knows.
-        model = AutoModelForCausalLM.from_pretrained(path, torch_dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", **{dtype_name: dtype})
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"model {path}: cannot be loaded: {_first_line(error)}") from error
     _refuse_unsupported(model.config, path)

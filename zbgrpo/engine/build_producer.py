@@ -17,7 +17,7 @@ from zbgrpo.groups.process_groups import connect, disconnect, make_groups
 from zbgrpo.inference.base import InferenceBackend
 from zbgrpo.observe.events import EventLog
 from zbgrpo.observe.logs import setup_rank_logging
-from zbgrpo.observe.timeledger import TimeLedger
+from zbgrpo.observe.timeledger import STARTUP, TimeLedger
 from zbgrpo.rewards.messages import RewardSpec
 from zbgrpo.rewards.pool import RewardPool
 from zbgrpo.rewards.prompts import default_stop_strings
@@ -29,8 +29,24 @@ logger = logging.getLogger(__name__)
 
 def run_producer(rank: Rank) -> str:
     """Start, generate, end. Returns why the run ended."""
-    config, env = rank.config, rank.env
     ledger = TimeLedger(started=rank.started)
+    with ledger.phase(STARTUP):
+        producer = _start(rank, ledger)
+    try:
+        reason = producer.run()
+    finally:
+        producer.pool.close()
+    producer.subscriber.close()
+    producer.backend.close()
+    producer.channel.close(drain_seconds=rank.config.transport.peer_timeout_seconds)
+    producer.events.close()
+    disconnect()
+    return reason
+
+
+def _start(rank: Rank, ledger: TimeLedger) -> Producer:
+    """Everything up to the point where all ranks are ready."""
+    config, env = rank.config, rank.env
     store = connect(env, config)
     nodes = gather_nodes(store, rank)
     document = startup.receive(store)
@@ -60,7 +76,7 @@ def run_producer(rank: Rank) -> str:
     say_hello(channel, rank, nodes[env.rank])
     dist.barrier()
     rank.stop.install()
-    producer = Producer(
+    return Producer(
         config,
         index=rank.info.index,
         backend=backend,
@@ -72,16 +88,6 @@ def run_producer(rank: Rank) -> str:
         events=events,
         stop_requested=rank.stop.requested,
     )
-    try:
-        reason = producer.run()
-    finally:
-        pool.close()
-    subscriber.close()
-    backend.close()
-    channel.close(drain_seconds=config.transport.peer_timeout_seconds)
-    events.close()
-    disconnect()
-    return reason
 
 
 def _build_backend(rank: Rank, model: Any, tokenizer: Any) -> InferenceBackend:

@@ -102,10 +102,8 @@ def find_saved(config: RunConfig) -> SavedRun | None:
     return SavedRun(folder, run["version"], ledger)
 
 
-def move_aside(folder: Path) -> Path | None:
-    """Rename a folder of an earlier run to the first free `<name>.old-K`; its new path, None if there is none."""
-    if not folder.exists():
-        return None
+def move_aside(folder: Path) -> Path:
+    """Rename a folder of an earlier run to the first free `<name>.old-K` and return its new path."""
     number = 1
     while (target := folder.with_name(f"{folder.name}.old-{number}")).exists():
         number += 1

@@ -94,13 +94,14 @@ def make_renderer(config: RunConfig, tokenizer: Any) -> PromptRenderer:
 
 def claim_folders(config: RunConfig) -> RunLock:
     """Keep other runs out of the run's folders; with --resume never, move what an earlier run left in them aside."""
+    folders = (save_folder(config), log_folder(config))
+    used = [folder for folder in folders if folder.exists() and any(folder.iterdir())]
     lock = RunLock(save_folder(config))
     lock.acquire()
-    if config.checkpoint.resume == "never":
+    if config.checkpoint.resume == "never" and used:
         lock.release()
-        for folder in (save_folder(config), log_folder(config)):
-            if (target := saving.move_aside(folder)) is not None:
-                print(f"zbgrpo: --resume never: {folder} was moved to {target}", flush=True)
+        for folder in used:
+            print(f"zbgrpo: --resume never: {folder} was moved to {saving.move_aside(folder)}", flush=True)
         lock.acquire()
     return lock
 

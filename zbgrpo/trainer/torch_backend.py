@@ -140,7 +140,7 @@ class TorchTrainer:
 
     def commit(self) -> StepResult:
         sums = self._reduce_sums()
-        if self._group is not None:
+        if self._group is not None and self.mesh.dp > 1:
             dist.all_reduce(self._gradients, group=self._group)
         denominator = sums["denominator"]
         rate = learning_rate(self._config.learning_rate, self._step, self._num_schedule_steps, self._config.schedule)
@@ -168,7 +168,7 @@ class TorchTrainer:
 
     def _reduce_sums(self) -> dict[str, float]:
         """Sums over all ranks. The first thing that ranks do together in a step: waiting here is imbalance."""
-        if self._group is None:
+        if self._group is None or self.mesh.dp == 1:
             return dict(self._sums)
         names = sorted(self._sums)
         added = torch.tensor([self._sums[n] for n in names], dtype=torch.float64)
