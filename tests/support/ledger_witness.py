@@ -71,6 +71,7 @@ class Witness:
     def watch(self, ledger: Ledger) -> None:
         """Take the events since the last call and compare the books."""
         for event in ledger.events:
+            assert event["kind"] != "leased" or event["producer"] not in ledger.reserved
             getattr(self, f"_see_{event['kind']}")(event)
         ledger.events.clear()
         ledger.check()
@@ -93,7 +94,9 @@ class Witness:
         assert self.leases[uid, attempt] == 0, "leased twice with one attempt number"
         assert event["applied"] == self.applied[producer] >= 0
         assert event["place"] == self.occupied < self.bound(producer), "admission"
-        if not self.options.synchronous:
+        if self.options.synchronous:
+            assert all(applied == self.version for applied in self.applied)
+        else:
             assert len(self.buffered) < self.options.buffer_limit
             assert self.held[producer] < self.options.leases_per_producer
         self.leases[uid, attempt] += 1

@@ -87,19 +87,32 @@ def evaluators(options: LedgerOptions) -> set[int]:
     return set(range(max(1, options.num_producers // 4)))
 
 
+LONG = 40
+"""Rounds: time for many steps without the straggler."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Behaviour:
-    """Shares of what happens to a lease, and how often a lease or the consumer is slow."""
+    """Shares of what happens to a lease, of leases that take `LONG` rounds, and how often all others are slow."""
 
     filtered: float = 0.0
     dropped: float = 0.0
     returned: float = 0.0
+    straggling: float = 0.0
     slow: float = 0.0
     seed: int = 0
 
 
 SHARES = st.sampled_from([0.0, 0.0, 0.1, 0.4, 1.0])
-behaviours = st.builds(Behaviour, SHARES, SHARES, SHARES, st.sampled_from([0.0, 0.3, 0.8]), st.integers(0, 1000))
+behaviours = st.builds(
+    Behaviour,
+    SHARES,
+    SHARES,
+    SHARES,
+    st.sampled_from([0.0, 0.1, 0.4]),
+    st.sampled_from([0.0, 0.3, 0.8]),
+    st.integers(0, 1000),
+)
 
 
 class World:
@@ -109,6 +122,7 @@ class World:
         self.ledger, self.witness, self.consumer, self.behaviour = ledger, witness, consumer, behaviour
         self.options = ledger.options
         self.random = random.Random(behaviour.seed)
+        self.stragglers: dict[int, int] = {}  # lease id -> rounds that it still takes
         self.trained: list[tuple[int, list[list[Uid]]]] = []
 
     @property
@@ -121,7 +135,7 @@ class World:
 
     def run(self) -> None:
         """To the end. Each round gives every lease and the consumer a chance, so a bounded number must do."""
-        limit = 100 + 60 * self.options.num_rows * self.options.num_episodes * self.options.max_attempts
+        limit = 100 + 2 * LONG * self.options.num_rows * self.options.num_episodes * self.options.max_attempts
         for _ in range(limit):
             if self.consumer.finished:
                 self.witness.watch(self.ledger)
@@ -140,13 +154,18 @@ class World:
                 ledger.apply(producer, ledger.version)
                 self.witness.applied[producer] = ledger.version
             ledger.request(producer, wanted[producer])
-        granted = Counter(producer for producer, _ in ledger.grant())
+        granted: Counter[int] = Counter()
+        for producer, lease in ledger.grant():
+            granted[producer] += 1
+            if self.random.random() < self.behaviour.straggling:
+                self.stragglers[lease.lease_id] = LONG
         self.witness.watch(ledger)
         self.witness.check_grant(ledger, [w - granted[p] for p, w in enumerate(wanted)])
         live = list(ledger.leased.items())
         self.random.shuffle(live)
         for lease_id, group in live:
-            if not self.slow():
+            self.stragglers[lease_id] = self.stragglers.get(lease_id, 0) - 1
+            if self.stragglers[lease_id] < 0 and not self.slow():
                 self.end_lease(lease_id, group.lease.uid, group.lease.attempt, group.oldest_version)
         self.witness.watch(ledger)
         entries = ledger.plan()
@@ -172,7 +191,7 @@ class World:
         elif self.fate("drop", uid) < behaviour.dropped:
             assert ledger.drop(lease_id, DropReason.REWARD_ERROR)
         else:
-            oldest = self.random.randint(applied, max(applied, ledger.version))
+            oldest = self.random.choice([applied, max(applied, ledger.version)])
             assert ledger.deliver(lease_id, int(1000 * self.fate("tokens", uid)), oldest, crc=lease_id)
 
 

@@ -56,13 +56,13 @@ def test_no_more_than_plan_ahead_train_entries_are_on_their_way(plan_ahead: int)
 
 
 def test_ranks_of_a_step_are_balanced_over_its_minibatches() -> None:
-    ledger = started(groups_per_step=4, dp_size=2)
+    ledger = started(groups_per_step=6, dp_size=2, plan_ahead=4, num_rows=20)
     grant(ledger)
-    for lease_id, num_tokens in enumerate((90, 10, 50, 20)):
+    for lease_id, num_tokens in enumerate((90, 10, 50, 40, 30, 20, 7, 5)):
         deliver(ledger, lease_id, num_tokens=num_tokens)
-    first, second = ledger.plan()
-    assert first.ranks == [[0], [1]]
-    assert second.ranks == [[3], [2]]  # the long one goes to the rank that had the short one
+    # Tokens before each minibatch: (0, 0), (90, 10), (130, 60); the longer one goes where fewer are.
+    # The last one is of the next step, which begins with (0, 0).
+    assert [entry.ranks for entry in ledger.plan()] == [[[0], [1]], [[3], [2]], [[5], [4]], [[6], [7]]]
 
 
 def test_steps_cross_the_ends_of_episodes() -> None:
@@ -101,11 +101,11 @@ def test_the_end_waits_for_leases_that_are_under_way_or_were_given_back() -> Non
 
 def test_if_no_group_is_ever_effective_the_run_ends_with_the_counts() -> None:
     ledger = started()
-    while not ledger.ended:
-        for lease_id in grant(ledger):
+    for lease_ids in iter(lambda: grant(ledger), []):
+        assert ledger.plan() == []
+        for lease_id in lease_ids:
             ledger.filter(lease_id, 1.0)
-        entries = ledger.plan()
-    assert names(entries) == [(END, 0)]
+    assert names(ledger.plan()) == [(END, 0)]
     assert ledger.totals["filtered"] == 10 and ledger.totals["leased"] == 10
 
 

@@ -12,7 +12,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,21 +50,24 @@ _QWEN2_PIECES = (
 _MERGED_WORDS = ("What", "Ġis", "Ġ+")  # one token each, so that prompts are short; Ġ stands for a space
 _SLIP = 10
 _NUM_VALIDATION = 256
+_NUM_SAMPLES = 4  # responses per validation pair when the accuracy decides: a standard error of 0.016
+_STEPS_PER_ROUND = 5
 _MAX_RESPONSE_TOKENS = 16  # a worked response has at most 14, with the end token
 
 
 class WarmUp(NamedTuple):
     """Settings of the supervised warm-up. The defaults are the quickstart's; tests shorten it."""
 
-    num_steps: int = 900
+    num_steps: int = 1200
     batch_size: int = 32
     learning_rate: float = 5e-3
     slip_share: float = 0.53
     target: tuple[float, float] = (0.42, 0.48)
     """Sampled accuracy on the validation pairs that ends the warm-up."""
-    max_rounds: int = 10
-    """Most corrections of the slip share, if the accuracy is outside the target."""
-    steps_per_round: int = 15
+    max_rounds: int = 16
+    """Most corrections, each of a few steps, if the accuracy is outside the target."""
+    correction_rate: float = 5e-5
+    """Learning rate of the corrections; halved whenever one jumps over the target."""
 
 
 class Prepared(NamedTuple):
@@ -161,14 +164,19 @@ class _Pupil:
         self.validation, self.examples = pairs[:_NUM_VALIDATION], pairs[_NUM_VALIDATION:]
         self._renderer = PromptRenderer(tokenizer, None, max_prompt_tokens=32)
         self._random = np.random.Generator(np.random.Philox(key=seed))
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizer: torch.optim.Optimizer
+        self.forget_momentum()
+
+    def forget_momentum(self) -> None:
+        """Starts with a fresh optimizer."""
+        import torch
+
+        self._optimizer = torch.optim.Adam(self.model.parameters(), betas=(0.9, 0.98))
 
     def step(self, batch_size: int, learning_rate: float, slip_share: float) -> None:
         """One optimizer step on `batch_size` worked examples, of which `slip_share` on average end in a slip."""
         import torch
 
-        if self._optimizer is None:
-            self._optimizer = torch.optim.Adam(self.model.parameters(), lr=learning_rate, betas=(0.9, 0.98))
         self._optimizer.param_groups[0]["lr"] = learning_rate
         ids, labels = self._batch(batch_size, slip_share)
         loss = self.model(input_ids=ids, labels=labels).loss
@@ -223,38 +231,37 @@ class _Pupil:
         return self._renderer.render_batch([[make_row(pair)["messages"]] for pair in pairs])
 
 
-def _teach(pupil: _Pupil, warm_up: WarmUp, say: Any) -> float:
+def _teach(pupil: _Pupil, warm_up: WarmUp, say: Callable[[str], None]) -> float:
     """The warm-up: a main part of fixed length, then short corrections; returns the last validation accuracy.
 
     The share of slips among the examples sets how often the model is right, since it learns to be as unsure as they are.
-    What is left of chance is corrected at the end, by more or fewer slips, until the accuracy is inside the target.
+    What chance leaves is corrected at the end, by examples all right or all wrong, until the accuracy is inside the target.
     """
-    low, high = warm_up.target
     for step in range(1, warm_up.num_steps + 1):
         pupil.step(warm_up.batch_size, warm_up.learning_rate * _schedule(step, warm_up.num_steps), warm_up.slip_share)
-        if step % max(1, warm_up.num_steps // 4) == 0:
-            accuracy = pupil.accuracy(pupil.validation * 4)
-            say(f"  step {step}: sampled accuracy {accuracy:.2f}")
-    accuracy = pupil.accuracy(pupil.validation * 4)
-    slip_share = warm_up.slip_share
+        if step % max(1, warm_up.num_steps // 3) == 0:
+            say(f"  step {step} of {warm_up.num_steps}: sampled accuracy {pupil.accuracy(pupil.validation):.2f}")
+    low, high = warm_up.target
+    rate = warm_up.correction_rate
+    too_high: bool | None = None
+    accuracy = pupil.accuracy(pupil.validation * _NUM_SAMPLES)
     for _ in range(warm_up.max_rounds):
         if low <= accuracy <= high:
             break
-        slip_share = min(0.95, max(0.05, slip_share + accuracy - (low + high) / 2))
-        for _ in range(warm_up.steps_per_round):
-            pupil.step(warm_up.batch_size, warm_up.learning_rate * _LAST_RATE, slip_share)
-        accuracy = pupil.accuracy(pupil.validation * 4)
+        if too_high is not None and too_high != (accuracy > high):
+            rate /= 2
+        too_high = accuracy > high
+        pupil.forget_momentum()
+        for _ in range(_STEPS_PER_ROUND):
+            pupil.step(warm_up.batch_size, rate, slip_share=float(too_high))
+        accuracy = pupil.accuracy(pupil.validation * _NUM_SAMPLES)
         say(f"  corrected: sampled accuracy {accuracy:.2f}")
     return accuracy
 
 
-_LAST_RATE = 0.05
-
-
 def _schedule(step: int, num_steps: int) -> float:
-    """Factor of the learning rate: up over 20 steps, then a cosine down to `_LAST_RATE`."""
-    cosine = 0.5 * (1 + math.cos(math.pi * step / num_steps))
-    return min(1.0, step / 20) * (_LAST_RATE + (1 - _LAST_RATE) * cosine)
+    """Factor of the learning rate: up over 20 steps, then a cosine down to 0."""
+    return min(1.0, step / 20) * 0.5 * (1 + math.cos(math.pi * step / num_steps))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from zbgrpo.checkpoint.model_folder import load_model, load_tokenizer
 from zbgrpo.config.load import to_tree
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.engine import startup
-from zbgrpo.engine.common import device_of, dtype_of, gather_nodes, make_channel, say_hello
+from zbgrpo.engine.common import DRAIN_SECONDS, device_of, dtype_of, gather_nodes, make_channel, say_hello
 from zbgrpo.engine.consumer import Consumer
 from zbgrpo.engine.finished import mark_finished, save_folder
 from zbgrpo.engine.hub_process import ChildProcess
@@ -54,7 +54,6 @@ class _Parts:
 
 def run_consumer(rank: Rank) -> str:
     """Start, train, end. Returns why the run ended."""
-    config = rank.config
     ledger = TimeLedger(started=rank.started)
     with ledger.phase(STARTUP):
         consumer, parts = _start(rank, ledger)
@@ -63,7 +62,7 @@ def run_consumer(rank: Rank) -> str:
         final = consumer.finish()
         # Goodbyes are what the hub waits for before it gives rank 0 the totals, and before it ends.
         consumer.reader.close()
-        consumer.channel.close(drain_seconds=config.transport.peer_timeout_seconds)
+        consumer.channel.close(DRAIN_SECONDS)
         if final is not None:
             _close_books(rank, parts, consumer, final, reason)
         consumer.events.close()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from zbgrpo.checkpoint.model_folder import load_model, load_tokenizer
 from zbgrpo.engine import startup
-from zbgrpo.engine.common import device_of, dtype_of, gather_nodes, make_channel, say_hello
+from zbgrpo.engine.common import DRAIN_SECONDS, device_of, dtype_of, gather_nodes, make_channel, say_hello
 from zbgrpo.engine.lifecycle import Rank
 from zbgrpo.engine.producer import Producer, PromptSource
 from zbgrpo.groups.process_groups import connect, disconnect, make_groups
@@ -38,7 +38,7 @@ def run_producer(rank: Rank) -> str:
         producer.pool.close()
     producer.subscriber.close()
     producer.backend.close()
-    producer.channel.close(drain_seconds=rank.config.transport.peer_timeout_seconds)
+    producer.channel.close(DRAIN_SECONDS)
     producer.events.close()
     disconnect()
     return reason

@@ -16,6 +16,9 @@ from zbgrpo.transport import messages as m
 from zbgrpo.transport.channel import Channel, Timing
 from zbgrpo.transport.wire import Sender
 
+DRAIN_SECONDS = 15.0
+"""How long a leaving rank waits for the hub to acknowledge its last messages."""
+
 logger = logging.getLogger(__name__)
 
 

@@ -59,7 +59,8 @@ class Hub:
         self._held_weights: list[m.WeightsStart] = []
         self._granted = [0] * spec.num_producers
         self._due_evaluation: int | None = self.ledger.version if spec.eval_rows and spec.evaluate_first else None
-        self.ledger.evaluating = self._due_evaluation is not None
+        if self._due_evaluation is not None:
+            self.ledger.evaluating, self.ledger.evaluated_version = True, self._due_evaluation
         self._snapshot_due: int | None = None
         self._failure: str | None = None
         self._finished: str | None = None

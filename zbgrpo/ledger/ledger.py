@@ -235,8 +235,7 @@ class Ledger:
         else:
             self.evaluated_version = self._step
             self.evaluating = True
-        if self._marks:
-            self._marks.pop(0)
+        del self._marks[:1]  # empty when the end of the run asks for it
         return self._entry(kind, self._step)
 
     def _cannot_fill_step(self) -> bool:
@@ -394,7 +393,8 @@ class Ledger:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take the state of a snapshot; only on a fresh ledger with the same data order."""
-        self.version = self._step = self.saved_version = self.evaluated_version = state["version"]
+        self.version = self._step = self.saved_version = state["version"]
+        self.evaluated_version = self.version - 1  # unless the caller evaluates it first
         self._next_lease_id = state["next_lease_id"]
         self.totals = dict(state["totals"])
         self.dropped_by_reason = dict(state["dropped_by_reason"])

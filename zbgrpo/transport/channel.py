@@ -6,6 +6,7 @@ longer than the peer timeout, or that says the run has failed, makes every later
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -13,11 +14,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zbgrpo.errors import PeerLostError
+from zbgrpo.errors import PeerLostError, ProtocolError
 from zbgrpo.transport.link import Link
 from zbgrpo.transport.messages import Abort, Goodbye, Message
 from zbgrpo.transport.sockets import Address, Dealer
 from zbgrpo.transport.wire import Buffer, Sender, decode, encode
+
+logger = logging.getLogger(__name__)
 
 
 class Timing(NamedTuple):
@@ -77,6 +80,7 @@ class Channel:
 
     def take(self, source: queue.SimpleQueue[Received | None], timeout_seconds: float) -> Received | None:
         """The next message of a route; None when none came in time; raises `PeerLostError` if the channel failed."""
+        self.check()
         try:
             received = source.get_nowait() if timeout_seconds <= 0 else source.get(timeout=timeout_seconds)
         except queue.Empty:
@@ -101,59 +105,77 @@ class Channel:
         if self._failure is None:
             self._outbox.append(([Goodbye()], ()))
         deadline = time.monotonic() + drain_seconds
-        while not self.drained() and self._failure is None and time.monotonic() < deadline:
+        while not self.drained() and self._thread.is_alive() and time.monotonic() < deadline:
             time.sleep(0.005)
         drained = self.drained()
+        if not drained:
+            logger.warning("%s left before its last messages were acknowledged", self._sender.name)
         self._closing.set()
         if self._dealer is not None:
             self._dealer.wake()
-        self._thread.join(self._timing.peer_timeout_seconds)
+        if self._thread.is_alive():
+            self._thread.join(self._timing.peer_timeout_seconds)
         return drained
 
     # ------------------------------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        dealer = Dealer(self._address, self._sender.name.encode(), self._max_message_bytes)
-        self._dealer = dealer
-        self._started.set()
-        heard = alive = time.monotonic()
+        failure = PeerLostError("the connection to the hub has broken down")
         try:
-            while not self._closing.is_set() and self._failure is None:
-                self._flush(dealer)
-                dealer.wait(self._timing.heartbeat_seconds / 4)
-                now = time.monotonic()
-                while (parts := dealer.receive()) is not None:
-                    heard = now
-                    self._arrived(parts, now)
-                if now - alive >= self._timing.heartbeat_seconds or self._link.must_acknowledge:
-                    alive = now
-                    self._link.must_acknowledge = False
-                    dealer.send(encode(self._sender, 0, self._link.received, []))
-                for item in self._link.due(now):
-                    dealer.send(item)
-                if now - heard > self._timing.peer_timeout_seconds:
-                    self._fail(PeerLostError(f"the hub has been silent for {now - heard:.0f} s"))
+            self._dealer = Dealer(self._address, self._sender.name.encode(), self._max_message_bytes)
+            self._started.set()
+            self._serve(self._dealer)
+        except ProtocolError as error:
+            failure = PeerLostError(f"the connection to the hub has broken down: {error}")
         finally:
-            dealer.close()
+            # However the thread ends, nobody may go on waiting for messages.
+            if self._failure is None and not self._closing.is_set():
+                self._fail(failure)
+            self._started.set()
+            if self._dealer is not None:
+                self._dealer.close()
+
+    def _serve(self, dealer: Dealer) -> None:
+        heard = alive = time.monotonic()
+        while not self._closing.is_set() and self._failure is None:
+            self._flush(dealer)
+            dealer.wait(self._timing.heartbeat_seconds / 4, or_writable=bool(self._outbox))
+            now = time.monotonic()
+            while (parts := dealer.receive()) is not None:
+                if self._arrived(parts, now):
+                    heard = now
+            if now - alive >= self._timing.heartbeat_seconds or self._link.must_acknowledge:
+                alive = now
+                self._link.must_acknowledge = False
+                dealer.send(encode(self._sender, 0, self._link.received, []))
+            for item in self._link.due(now):
+                dealer.send(item)
+            if now - heard > self._timing.peer_timeout_seconds:
+                self._fail(PeerLostError(f"the hub has been silent for {now - heard:.0f} s"))
 
     def _flush(self, dealer: Dealer) -> None:
-        while self._outbox:
+        # Before there is a connection the messages wait here: they would be lost, and sent again only much later.
+        while self._outbox and dealer.writable():
             messages, frames = self._outbox[0]
             parts = encode(self._sender, self._link.next_sequence, self._link.received, messages, frames)
             self._link.sent(parts, time.monotonic())
             self._outbox.popleft()  # only now, so that `drained` never misses a message between the two
             dealer.send(parts)
 
-    def _arrived(self, parts: list[memoryview], now: float) -> None:
+    def _arrived(self, parts: list[memoryview], now: float) -> bool:
+        """Take a message; False when it is for another start of this peer, whose numbers mean nothing here."""
         header, frames = decode(parts, self._sender.run_id)
+        if header.incarnation != self._sender.incarnation:
+            return False
         self._link.acknowledged(header.acknowledged, now)
         if header.sequence == 0 or not self._link.accept(header.sequence):
-            return
+            return True
         for message in header.messages:
             if isinstance(message, Abort):
                 self._fail(PeerLostError(message.error))
             else:
                 self._routes.get(type(message), self._inbox).put(Received(message, frames))
+        return True
 
     def _fail(self, error: PeerLostError) -> None:
         self._failure = error

@@ -262,6 +262,7 @@ class Header(Struct, frozen=True, array_like=True):
     run_id: str
     sender: str
     incarnation: int
+    """Number of the start of the peer (in both directions: of the peer, never of the hub)."""
     sequence: int
     acknowledged: int
     """Highest sequence number received in order from the other side."""

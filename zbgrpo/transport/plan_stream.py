@@ -106,23 +106,26 @@ class PlanReader:
         return self
 
     def next_entry(self, timeout_seconds: float) -> PlannedEntry | None:
-        """The next entry; None when none came in time; raises what stopped the reader."""
+        """The next entry; None when none came in time; raises, from then on, what stopped the reader."""
         try:
             item = self._ready.get(timeout=timeout_seconds) if timeout_seconds > 0 else self._ready.get_nowait()
         except queue.Empty:
             return None
         if isinstance(item, ZbgrpoError):
+            self._ready.put(item)
             raise item
         return item
 
     def close(self) -> None:
         """Stop the thread and let go of the ring."""
         self._closing.set()
-        self._thread.join(5.0)
+        if self._thread.is_alive():
+            self._thread.join(5.0)
         self._channel.close(drain_seconds=5.0)
         self._ring.close()
 
     def _run(self) -> None:
+        stopped: ZbgrpoError = ProtocolError("the plan reader has stopped")
         try:
             while not self._closing.is_set():
                 received = self._channel.take(self._source, 0.2)
@@ -130,9 +133,13 @@ class PlanReader:
                     assert isinstance(received.message, PlanFor)
                     self._ready.put(self._read(received.message))
         except ZbgrpoError as error:
-            self._ready.put(error)
+            stopped = error
+        finally:
+            self._ready.put(stopped)
 
     def _read(self, plan: PlanFor) -> PlannedEntry:
+        if len(plan.groups) != len(plan.records):
+            raise ProtocolError(f"a plan entry of {len(plan.groups)} groups with {len(plan.records)} ring records")
         groups = []
         for header, descriptor in zip(plan.groups, plan.records, strict=True):
             record = self._ring.read(descriptor)

@@ -76,7 +76,7 @@ class Server:
     def send(self, name: str, *messages: Message, frames: Sequence[Buffer] = ()) -> None:
         """Send to a peer that has said hello; sent again until it acknowledges."""
         peer = self.peers[name]
-        parts = encode(self._sender, peer.link.next_sequence, peer.link.received, messages, frames)
+        parts = encode(self._to(peer), peer.link.next_sequence, peer.link.received, messages, frames)
         peer.link.sent(parts, time.monotonic())
         self._router.send(name.encode(), parts)
 
@@ -88,17 +88,21 @@ class Server:
                 continue
             if peer.link.must_acknowledge or now - peer.alive >= self._timing.heartbeat_seconds:
                 peer.link.must_acknowledge, peer.alive = False, now
-                self._router.send(peer.name.encode(), encode(self._sender, 0, peer.link.received, []))
+                self._router.send(peer.name.encode(), encode(self._to(peer), 0, peer.link.received, []))
             for item in peer.link.due(now):
                 self._router.send(peer.name.encode(), item)
             if not peer.left and now - peer.heard > self._timing.peer_timeout_seconds:
                 lost.append(peer.name)
         return lost
 
+    def _to(self, peer: Peer) -> Sender:
+        # The peer's own incarnation: what is still on its way to an earlier start must not be taken by a later one.
+        return self._sender._replace(incarnation=peer.incarnation)
+
     def drained(self) -> bool:
         """Whether every peer has acknowledged everything, or has left."""
         return all(peer.left or not peer.link.num_unacknowledged for peer in self.peers.values())
 
     def close(self) -> None:
-        """Close the socket; nothing is waited for."""
-        self._router.close()
+        """Close the socket, after at most a second for the last acknowledgements to leave."""
+        self._router.close(linger_seconds=1.0)

@@ -6,16 +6,19 @@ A socket belongs to the thread that made it. Everything here is non-blocking or 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import secrets
+import socket
 import tempfile
+import threading
 from dataclasses import dataclass
 
 import zmq
 import zmq.auth
 import zmq.auth.thread
 
-from zbgrpo.errors import ProtocolError
+from zbgrpo.errors import ProtocolError, ResourceError
 
 HIGH_WATER_MARK = 100_000  # messages; memory is bounded by leases and the plan window, not by ZeroMQ
 _HEARTBEAT_MILLISECONDS = 2_000
@@ -69,21 +72,26 @@ class _Base:
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MILLISECONDS)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_lock = threading.Lock()
+        self._closed = False
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
 
     def wake(self) -> None:
         """End a running `wait` early. The only method that other threads may call."""
-        with contextlib.suppress(OSError):  # the pipe is full, so the waiter wakes anyway, or it is closed
-            os.write(self._wake_write, b"x")
+        # Under a lock, because after `close` the number of the descriptor may belong to somebody else's file.
+        with self._wake_lock, contextlib.suppress(BlockingIOError):  # the pipe is full: the waiter wakes anyway
+            if not self._closed:
+                os.write(self._wake_write, b"x")
 
-    def wait(self, timeout_seconds: float) -> bool:
-        """Wait for a message or for `wake`; whether a message is there."""
+    def wait(self, timeout_seconds: float, or_writable: bool = False) -> bool:
+        """Wait for a message, for `wake`, or for a connection that takes messages; whether a message is there."""
+        self._poller.modify(self._socket, zmq.POLLIN | zmq.POLLOUT if or_writable else zmq.POLLIN)
         ready = dict(self._poller.poll(max(0, int(timeout_seconds * 1000))))
         if self._wake_read in ready:
             os.read(self._wake_read, 4096)
-        return self._socket in ready
+        return bool(ready.get(self._socket, 0) & zmq.POLLIN)
 
     def _receive(self) -> list[memoryview] | None:
         try:
@@ -92,19 +100,30 @@ class _Base:
             return None
         return [frame.buffer for frame in frames]
 
-    def close(self) -> None:
-        """Close without waiting for anybody. Undelivered messages are gone: drain by acknowledgements first."""
-        self._socket.close(linger=0)
-        self._context.destroy(linger=0)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+    def close(self, linger_seconds: float = 0.0) -> None:
+        """Close. What has not been handed to the network within `linger_seconds` is gone: drain by acknowledgements
+        first; the last acknowledgement itself has nobody to wait for and is what the lingering is for."""
+        linger = int(linger_seconds * 1000)
+        self._socket.close(linger=linger)
+        self._context.destroy(linger=linger)
+        with self._wake_lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._wake_read)
+                os.close(self._wake_write)
 
 
 class Router(_Base):
     """The hub's socket: knows its peers by name."""
 
     def __init__(self, host: str | None, max_message_bytes: int, keys: Keys | None = None) -> None:
-        """Listen on `ipc://` in a private folder (host None) or on a free port of one named address."""
+        """Listen on `ipc://` in a private folder (host None) or on a free port of one named address.
+
+        Raises `ProtocolError` for a host that means all addresses, `ResourceError` when it cannot be listened on.
+        """
+        if host is not None and _means_all(host):
+            raise ProtocolError("the hub listens on one named address, never on all of them")
+        self._folder: str | None = None
         super().__init__(zmq.ROUTER, max_message_bytes)
         self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
         if keys is not None:
@@ -114,20 +133,21 @@ class Router(_Base):
             self._socket.curve_server = True
             self._socket.curve_secretkey = keys.server_secret.encode()
             self._socket.curve_publickey = keys.server_public.encode()
-        self.address = Address(*self._bind(host), *_public_part(keys))
+        try:
+            self.address = Address(self._bind(host), *_public_part(keys))
+        except zmq.ZMQError as error:
+            self.close()
+            raise ResourceError(f"the hub cannot listen on {host or 'ipc://'}: {error}") from error
 
-    def _bind(self, host: str | None) -> tuple[str]:
+    def _bind(self, host: str | None) -> str:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._folder: str | None = None
         if host is None:
             self._folder = tempfile.mkdtemp(prefix="zbgrpo-")
             endpoint = f"ipc://{self._folder}/{secrets.token_hex(4)}"
             self._socket.bind(endpoint)
-            return (endpoint,)
-        if host in ("*", "0.0.0.0", "::"):
-            raise ProtocolError("the hub listens on one named address, never on all of them")
-        return (f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}",)
+            return endpoint
+        return f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
 
     def receive(self) -> tuple[bytes, list[memoryview]] | None:
         """Next message: name of the peer and its parts; None when there is none."""
@@ -142,10 +162,10 @@ class Router(_Base):
             return False
         return True
 
-    def close(self) -> None:
+    def close(self, linger_seconds: float = 0.0) -> None:
         if self._authenticator is not None:
             self._authenticator.stop()
-        super().close()
+        super().close(linger_seconds)
         if self._folder is not None:
             for name in os.listdir(self._folder):
                 os.unlink(os.path.join(self._folder, name))
@@ -178,6 +198,21 @@ class Dealer(_Base):
         except zmq.Again:
             return False
         return True
+
+    def writable(self) -> bool:
+        """Whether there is a connection that takes messages."""
+        return bool(self._socket.poll(0, zmq.POLLOUT))
+
+
+def _means_all(host: str) -> bool:
+    """Whether binding to this host would listen on every interface, however that is spelled."""
+    if host in ("", "*"):
+        return True
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None)
+    except OSError:
+        return False  # the name of an interface, or nothing that can be bound to
+    return any(ipaddress.ip_address(address[0]).is_unspecified for *_, address in found)
 
 
 def _public_part(keys: Keys | None) -> tuple[str, ...]:

@@ -39,10 +39,12 @@ class Sender(NamedTuple):
 def encode(
     sender: Sender, sequence: int, acknowledged: int, messages: Sequence[Message], frames: Sequence[Buffer] = ()
 ) -> list[Buffer]:
-    """All parts of a multipart message."""
+    """All parts of a multipart message; raises `ProtocolError` when the other side would refuse its header."""
     crcs = [zlib.crc32(frame) for frame in frames]
-    header = Header(MAGIC, PROTOCOL, *sender, sequence, acknowledged, list(messages), crcs)
-    return [_encoder.encode(header), *frames]
+    header = _encoder.encode(Header(MAGIC, PROTOCOL, *sender, sequence, acknowledged, list(messages), crcs))
+    if len(header) > MAX_HEADER_BYTES:
+        raise ProtocolError(f"a header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are accepted")
+    return [header, *frames]
 
 
 def decode(parts: Sequence[Buffer], run_id: str) -> tuple[Header, list[memoryview]]:
@@ -125,7 +127,7 @@ def split_groups(headers: Sequence[GroupHeader], frames: Sequence[memoryview]) -
 
 
 def payload_from_views(header: GroupHeader, views: Sequence[Buffer]) -> GroupPayload:
-    """Arrays over the given bytes (no copy), with lengths, spans and counts that agree; raises `ProtocolError`."""
+    """Arrays over the given bytes (no copy); header, lengths, spans and counts agree; raises `ProtocolError`."""
     if [len(view) for view in views] != frame_lengths(header):
         raise ProtocolError(f"tensors of group {header.lease_id} do not have their declared sizes")
     arrays = [np.frombuffer(view, dtype=dtype) for view, dtype in zip(views, _DTYPES, strict=True)]
@@ -140,9 +142,12 @@ def payload_from_views(header: GroupHeader, views: Sequence[Buffer]) -> GroupPay
         or int(payload.lengths.sum()) != len(payload.response_ids)
         or len(payload.logprobs) != len(payload.response_ids)
         or not _spans_cover(payload)
+        or header.num_tokens != payload.num_tokens
+        or header.oldest_version != payload.spans[:, 2].min()
+        or header.newest_version != payload.spans[:, 2].max()
     )
     if problem:
-        raise ProtocolError(f"lengths or spans of group {header.lease_id} contradict each other")
+        raise ProtocolError(f"header, lengths or spans of group {header.lease_id} contradict each other")
     return payload
 
 

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# The quickstart: make a small model and an arithmetic task, train it with GRPO on two processes, show the result.
+#
+#   bash launch/quickstart.sh [--seed N] [flags for the run ...]
+#
+# Works from any folder, on a CPU, without any download of a model or data. Everything is written to quickstart/.
+# Flags given here come last and so win over the quickstart's own: --max-steps 20, -lr 5e-4, -a DAPO ...
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
+
+main() {
+    local seed=0 flags=() defaults=()
+    while [ $# -gt 0 ]; do
+        case "$1" in
+        --seed)
+            [ $# -gt 1 ] || fail "--seed needs a number"
+            seed="$2"
+            shift 2
+            ;;
+        --seed=*) seed="${1#--seed=}" && shift ;;
+        *) flags+=("$1") && shift ;;
+        esac
+    done
+    [[ "$seed" =~ ^[0-9]+$ ]] || fail "--seed needs a number, not '$seed'"
+
+    prepare_environment tensorboard
+    stay_offline
+    cd "$REPOSITORY"
+    SECONDS=0
+    "$VENV/bin/python" -m zbgrpo.bench.quickstart quickstart --seed "$seed"
+    local made_seconds="$SECONDS"
+    mapfile -t defaults < <("$VENV/bin/python" -c "$PRINT_FLAGS")
+    [ ${#defaults[@]} -gt 0 ] || fail "the flags of the quickstart could not be read"
+    "$VENV/bin/torchrun" --standalone --nproc-per-node 2 -m zbgrpo.launch \
+        -m quickstart/model -d quickstart/train.jsonl -ed '{"heldout": "quickstart/heldout.jsonl"}' \
+        -t 1 -i 1 -p quickstart --resume never --seed "$seed" \
+        -sd quickstart/model_out -esd quickstart/eval -rsd quickstart/rollouts --log-dir quickstart/logs \
+        "${defaults[@]}" ${flags[@]+"${flags[@]}"}
+    echo "quickstart: ${SECONDS} s (task and model ${made_seconds} s, run $((SECONDS - made_seconds)) s)"
+    echo "quickstart: the trained model is in quickstart/model_out/quickstart, figures of every step in"
+    echo "            quickstart/logs/quickstart/metrics.jsonl, sampled responses in quickstart/rollouts/quickstart."
+    echo "            Next: bash launch/quickstart.sh -a DAPO, or your own data and model: README.md"
+}
+
+PRINT_FLAGS='
+from zbgrpo.bench.quickstart import RUN_FLAGS
+print("\n".join(RUN_FLAGS))
+'
+
+main "$@"

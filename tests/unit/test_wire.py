@@ -1,0 +1,520 @@
+"""Bytes of a message: what comes back is what went in, and whatever is not a message is a `ProtocolError`."""
+
+from __future__ import annotations
+
+import ast
+import random
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zbgrpo.errors import ProtocolError
+from zbgrpo.ledger.evaluation import EvaluationLease, EvaluationResult
+from zbgrpo.ledger.records import Lease, PlanEntry, PlanKind
+from zbgrpo.transport import messages as m
+from zbgrpo.transport import wire
+from zbgrpo.transport.ring import Descriptor
+from zbgrpo.transport.wire import Sender
+from zbgrpo.types import PAYLOAD_DTYPES, GroupPayload, Uid
+
+SENDER = Sender("run-1", "producer:0", 2)
+NUM_MUTATIONS = 2_000
+pack = msgspec.msgpack.encode
+
+
+# -------------------------------------------------------------------------------------------------------- builders
+
+
+@st.composite
+def payloads(draw: st.DrawFn) -> GroupPayload:
+    """Any group that a producer may send."""
+    lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=6))
+    num_prompt = draw(st.integers(1, 40))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    total, count = sum(lengths), len(lengths)
+    spans = []
+    for response, length in enumerate(lengths):
+        starts = {0} | draw(st.sets(st.integers(0, length - 1), max_size=4))
+        versions = sorted(draw(st.integers(0, 2**31 - 1)) for _ in starts)
+        spans += [(response, start, version) for start, version in zip(sorted(starts), versions, strict=True)]
+    floats = [generator.standard_normal(size, dtype=np.float32) for size in (total, count, count, count)]
+    return GroupPayload(
+        generator.integers(0, 2**31, num_prompt, dtype=np.int32),
+        generator.integers(0, 2**31, total, dtype=np.int32),
+        floats[0],
+        np.array(lengths, np.int32),
+        *floats[1:],
+        generator.integers(0, 3, count).astype(np.uint8),
+        np.array(spans, np.int32),
+    )
+
+
+def golden_payload() -> GroupPayload:
+    """Two responses of 2 and 1 tokens, the first with a change of version in it."""
+    return GroupPayload(
+        np.array([1, 2, 3], np.int32),
+        np.array([7, 8, 9], np.int32),
+        np.array([-0.5, -1.0, -2.0], np.float32),
+        np.array([2, 1], np.int32),
+        np.array([1.0, 0.25], np.float32),
+        np.array([1.0, 0.0], np.float32),
+        np.array([1.0, 0.0], np.float32),
+        np.array([0, 2], np.uint8),
+        np.array([[0, 0, 4], [0, 1, 5], [1, 0, 5]], np.int32),
+    )
+
+
+def header_of(payload: GroupPayload, lease_id: int = 11) -> m.GroupHeader:
+    crc = wire.payload_crc(wire.payload_views(payload))
+    return wire.group_header(Uid(0, lease_id), lease_id, 0, payload, crc)
+
+
+def encoded(*groups: GroupPayload, sender: Sender = SENDER) -> list[bytes]:
+    """The parts of one message with these groups, as the network delivers them."""
+    headers = [header_of(payload, 11 + number) for number, payload in enumerate(groups)]
+    frames = wire.join_groups([wire.payload_views(payload) for payload in groups])
+    return [bytes(part) for part in wire.encode(sender, 3, 1, [m.Groups(headers)], frames)]
+
+
+def received(parts: list[bytes]) -> list[GroupPayload]:
+    """What a receiver makes of these parts, down to the arrays."""
+    header, frames = wire.decode(parts, SENDER.run_id)
+    payloads = []
+    for message in header.messages:
+        if isinstance(message, m.Groups):
+            for group, views in zip(message.groups, wire.split_groups(message.groups, frames), strict=True):
+                payloads.append(wire.payload_from_views(group, views))
+    return payloads
+
+
+def reencoded(parts: list[bytes], change: Callable[[list[Any]], None]) -> list[bytes]:
+    """The same message after a change of its header's fields; frames and their checksums stay."""
+    fields = msgspec.msgpack.decode(parts[0])
+    change(fields)
+    return [pack(fields), *parts[1:]]
+
+
+def assert_equal(actual: GroupPayload, expected: GroupPayload) -> None:
+    for name, one, other in zip(GroupPayload._fields, actual, expected, strict=True):
+        assert one.dtype == other.dtype == np.dtype(PAYLOAD_DTYPES[name]), name
+        assert one.shape == other.shape, name
+        assert one.tobytes() == other.tobytes(), name
+
+
+# ------------------------------------------------------------------------------------------------------ round trip
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(payloads(), min_size=1, max_size=5))
+def test_groups_come_back_as_they_went_in(groups: list[GroupPayload]) -> None:
+    parts = encoded(*groups)
+    assert len(parts) == 1 + wire.NUM_TENSORS  # one frame per tensor, however many groups
+    header, frames = wire.decode(parts, SENDER.run_id)
+    assert (header.sender, header.incarnation, header.sequence, header.acknowledged) == ("producer:0", 2, 3, 1)
+    (message,) = header.messages
+    assert isinstance(message, m.Groups)
+    split = wire.split_groups(message.groups, frames)
+    assert len(split) == len(groups)
+    for group, views, expected in zip(message.groups, split, groups, strict=True):
+        assert wire.payload_crc(views) == group.crc
+        assert (group.oldest_version, group.newest_version) == (expected.spans[:, 2].min(), expected.spans[:, 2].max())
+        assert_equal(wire.payload_from_views(group, views), expected)
+
+
+def test_arrays_are_views_of_the_frames() -> None:
+    parts = encoded(golden_payload())
+    header, frames = wire.decode(parts, SENDER.run_id)
+    (message,) = header.messages
+    assert isinstance(message, m.Groups)
+    (views,) = wire.split_groups(message.groups, frames)
+    payload = wire.payload_from_views(message.groups[0], views)
+    assert np.shares_memory(payload.response_ids, np.frombuffer(parts[2], np.uint8))
+
+
+def test_tensors_that_are_not_contiguous_or_of_another_dtype_travel_as_declared() -> None:
+    golden = golden_payload()
+    strided = golden._replace(
+        response_ids=np.repeat(golden.response_ids, 2)[::2], rewards=golden.rewards.astype(np.float64),
+        spans=np.asfortranarray(golden.spans),
+    )  # fmt: skip
+    assert [bytes(view) for view in wire.payload_views(strided)] == [bytes(v) for v in wire.payload_views(golden)]
+
+
+EVERY_MESSAGE: list[m.Message] = [
+    m.Hello(3, 1, 2), m.Want(4, 7), m.Applied(5, "digest"), m.Filtered(1, 0.5, 1.0, 0.25, 8, 900, True),
+    m.Groups([header_of(golden_payload())]), m.Dropped(1, "reward_error", "why"), m.Returned(1, "why"),
+    m.Evaluated(1, EvaluationResult("task", 2, 3, [1.0], [1.0], [0.0], [5], [False], ["text \u00e9"])),
+    m.Trained(4), m.Committed(5, True), m.SnapshotRequest(5), m.WeightsStart(1, 5, True), m.BroadcastsDone(),
+    m.Release([1, 2]), m.TimeReport({"decode": 1.5}, {"tokens": 2.0}), m.StopRequest("SIGTERM"), m.Failed("error"),
+    m.Goodbye(), m.Leases([Lease(1, 2, 3, 4)]), m.EvaluationLeases([EvaluationLease(1, "task", 2, 3)]),
+    m.ReleaseVersion(5), m.PlanFor(PlanEntry(1, PlanKind.TRAIN, 2, 0, True, False, [[1], [2]]),
+                                   [header_of(golden_payload())], [Descriptor(1, 64, 128, 5)]),
+    m.PlanRelay(PlanEntry(1, PlanKind.END, 2)), m.LedgerState(5, {"data": {"a": [1, b"bytes"]}}),
+    m.StepReport(5, {"consumed": 1}, 4, {"groups": 1.0}, {"producer:0": m.TimeReport({}, {})}),
+    m.EvaluationDone(5), m.FinalReport({}, {}, ["note"], {}), m.Finished("end"), m.Abort("error", 3),
+]  # fmt: skip
+
+
+def test_every_message_comes_back() -> None:
+    assert {type(message) for message in EVERY_MESSAGE} == set(m.Message.__args__)
+    header, frames = wire.decode(wire.encode(SENDER, 9, 8, EVERY_MESSAGE), SENDER.run_id)
+    assert header.messages == EVERY_MESSAGE
+    assert frames == []
+
+
+def test_a_message_without_content_is_an_acknowledgement() -> None:
+    header, frames = wire.decode(wire.encode(SENDER, 0, 41, []), SENDER.run_id)
+    assert (header.sequence, header.acknowledged, header.messages, frames) == (0, 41, [], [])
+
+
+def test_unknown_fields_of_a_later_program_are_ignored() -> None:
+    parts = [bytes(part) for part in wire.encode(SENDER, 1, 0, [m.Trained(4)])]
+    newer = reencoded(parts, lambda fields: fields[7][0].update(new_field=1))
+    assert wire.decode(newer, SENDER.run_id)[0].messages == [m.Trained(4)]
+
+
+GOLDEN_HEADER = bytes.fromhex(
+    "99a67a626772706f01a572756e2d31aa70726f64756365723a300203019182a474797065a647726f757073a667726f757073"
+    "91990b000b00060405ce0cae9f329903030302020202020399ceb0e02293cea1a07bdfcefb4b808ece9fbbbf71cea2016106"
+    "ce58e3e4e6ce58e3e4e6ceafd773d3cedf241cac"
+)
+"""The header of a message with `golden_payload`."""
+
+
+def test_the_bytes_of_a_message_do_not_change_by_accident() -> None:
+    """A change here is a change of the format: raise `PROTOCOL`, then renew these bytes."""
+    parts = encoded(golden_payload())
+    assert m.PROTOCOL == 1
+    assert parts[0].hex(" ") == GOLDEN_HEADER.hex(" ")
+    assert [part.hex() for part in parts[1:]] == [
+        "010000000200000003000000",
+        "070000000800000009000000",
+        "000000bf000080bf000000c0",
+        "0200000001000000",
+        "0000803f0000803e",
+        "0000803f00000000",
+        "0000803f00000000",
+        "0002",
+        "000000000000000004000000000000000100000005000000010000000000000005000000",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------- broken messages
+
+
+def test_every_flipped_bit_of_a_frame_is_noticed() -> None:
+    rng = np.random.default_rng(0)
+    long = golden_payload()._replace(
+        response_ids=rng.integers(0, 9, 600).astype(np.int32), logprobs=rng.standard_normal(600, np.float32),
+        lengths=np.array([400, 200], np.int32),
+    )  # fmt: skip
+    parts = encoded(golden_payload(), long)
+    places = [(n, bit) for n, part in enumerate(parts[1:], start=1) for bit in range(8 * len(part))]
+    sample = random.Random(1).sample(places, 4_000)
+    for number, bit in sample:
+        frame = bytearray(parts[number])
+        frame[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ProtocolError, match="corrupt"):
+            wire.decode([*parts[:number], frame, *parts[number + 1 :]], SENDER.run_id)
+
+
+def set_field(index: int, value: Any) -> Callable[[list[Any]], None]:
+    def change(fields: list[Any]) -> None:
+        fields[index] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (set_field(0, "other"), "another program"),
+        (set_field(1, m.PROTOCOL + 1), "protocol 2, this side speaks 1"),
+        (set_field(2, "run-2"), "another run"),
+        (set_field(2, "x" * 10_000), "another run"),
+        (set_field(8, []), "9 frames, 0 checksums"),
+        (lambda fields: fields[8].append(0), "9 frames, 10 checksums"),
+        (lambda fields: fields[8].reverse(), "corrupt"),
+        (set_field(3, 5), "header is not valid"),
+        (set_field(5, "1"), "header is not valid"),
+        (set_field(7, [{"type": "Unheard"}]), "header is not valid"),
+        (set_field(7, [{}]), "header is not valid"),
+        (lambda fields: fields.__delitem__(slice(7, None)), "header is not valid"),
+    ],
+)
+def test_wrong_headers_are_refused(change: Callable[[list[Any]], None], says: str) -> None:
+    with pytest.raises(ProtocolError, match=says):
+        wire.decode(reencoded(encoded(golden_payload()), change), SENDER.run_id)
+
+
+def test_missing_and_additional_frames_are_refused() -> None:
+    parts = encoded(golden_payload())
+    for wrong in (parts[:-1], [*parts, b""], parts[:1], [parts[0], *parts[2:]]):
+        with pytest.raises(ProtocolError, match="checksums"):
+            wire.decode(wrong, SENDER.run_id)
+    for nothing in ([], [b""]):
+        with pytest.raises(ProtocolError):
+            wire.decode(nothing, SENDER.run_id)
+
+
+def test_every_truncated_header_is_refused() -> None:
+    parts = encoded(golden_payload())
+    for length in range(len(parts[0])):
+        with pytest.raises(ProtocolError):
+            wire.decode([parts[0][:length], *parts[1:]], SENDER.run_id)
+    with pytest.raises(ProtocolError):
+        wire.decode([parts[0] + b"\x00", *parts[1:]], SENDER.run_id)
+
+
+SIZES = [3, 3, 3, 2, 2, 2, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [*SIZES[:1], 4, *SIZES[2:]],
+        [*SIZES[:1], 2**62, *SIZES[2:]],
+        [*SIZES[:-1], 2**63],
+        [-3, *SIZES[1:]],
+        [*SIZES[:-1], -1],
+        SIZES[:-1],
+        [*SIZES, 0],
+        [],
+        [0] * 9,
+        [3] * 100_000,
+    ],
+    ids=lambda sizes: f"{len(sizes)} sizes from {sizes[:2]}",
+)
+def test_sizes_that_do_not_agree_with_the_frames_are_refused_before_anything_is_allocated(sizes: list[int]) -> None:
+    parts = reencoded(encoded(golden_payload()), lambda fields: fields[7][0]["groups"][0].__setitem__(8, sizes))
+    tracemalloc.start()
+    with pytest.raises(ProtocolError) as raised:
+        received(parts)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 8 * 1024 * 1024
+    assert len(str(raised.value)) < 500
+
+
+def test_sizes_of_two_groups_that_only_add_up_are_refused() -> None:
+    """The frames have the declared total; what the split gives contradicts itself."""
+
+    def shift(fields: list[Any]) -> None:
+        first, second = fields[7][0]["groups"]
+        first[8][1], second[8][1] = 2, 4
+
+    with pytest.raises(ProtocolError, match="contradict"):
+        received(reencoded(encoded(golden_payload(), golden_payload()), shift))
+
+
+def test_groups_without_their_frames_are_refused() -> None:
+    parts = wire.encode(SENDER, 1, 0, [m.Groups([header_of(golden_payload())])])
+    with pytest.raises(ProtocolError, match="0 tensors"):
+        received([bytes(part) for part in parts])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lengths": [2, 2]},
+        {"lengths": [3, 0]},
+        {"lengths": [4, -1]},
+        {"lengths": [2, 1, 1]},
+        {"lengths": []},
+        {"prompt_ids": []},
+        {"logprobs": [-1.0]},
+        {"rewards": [1.0]},
+        {"format_acc": [1.0, 1.0, 1.0]},
+        {"ans_acc": []},
+        {"finish": [0]},
+        {"spans": [[0, 0, 4]]},
+        {"spans": [[1, 0, 4]]},
+        {"spans": [[0, 1, 4], [1, 0, 4]]},
+        {"spans": [[0, 0, 4], [0, 0, 5], [1, 0, 4]]},
+        {"spans": [[0, 0, 4], [0, 2, 5], [1, 0, 4]]},
+        {"spans": [[0, 0, 4], [1, 0, 4], [2, 0, 4]]},
+        {"spans": [[1, 0, 4], [0, 0, 4]]},
+        {"spans": [[0, 0, 4], [1, 0, 4], [0, 1, 4]]},
+        {"spans": [[0, 0, 4], [-1, 0, 4], [1, 0, 4]]},
+        {"spans": [[0, 0, 4], [0, -1, 4], [1, 0, 4]]},
+        {"spans": [[0, 0, 4], [1, -(2**31), 4]]},
+    ],
+    ids=str,
+)
+def test_lengths_and_spans_that_contradict_each_other_are_refused(changes: dict[str, list[Any]]) -> None:
+    dtypes = {name: np.dtype(PAYLOAD_DTYPES[name]) for name in changes}
+    payload = golden_payload()._replace(**{name: np.array(value, dtypes[name]) for name, value in changes.items()})
+    with pytest.raises(ProtocolError, match="contradict"):
+        received(encoded(payload))
+
+
+def test_no_spans_at_all_are_refused() -> None:
+    payload = golden_payload()._replace(spans=np.zeros((0, 3), np.int32))
+    views = wire.payload_views(payload)
+    header = msgspec.structs.replace(header_of(golden_payload()), sizes=[len(tensor) for tensor in payload])
+    with pytest.raises(ProtocolError, match="contradict"):
+        wire.payload_from_views(header, views)
+
+
+@pytest.mark.parametrize("field", ["num_tokens", "oldest_version", "newest_version"])
+def test_a_header_that_contradicts_its_tensors_is_refused(field: str) -> None:
+    """The ledger balances and bounds staleness by these numbers."""
+    header, views = header_of(golden_payload()), wire.payload_views(golden_payload())
+    wire.payload_from_views(header, views)
+    wrong = msgspec.structs.replace(header, **{field: getattr(header, field) + 1})
+    with pytest.raises(ProtocolError, match="contradict"):
+        wire.payload_from_views(wrong, views)
+
+
+def test_tensors_of_other_sizes_than_declared_are_refused() -> None:
+    header, views = header_of(golden_payload()), wire.payload_views(golden_payload())
+    for wrong in (views[:-1], [*views, b""], [views[0][:-1], *views[1:]]):
+        with pytest.raises(ProtocolError, match="declared sizes"):
+            wire.payload_from_views(header, wrong)
+
+
+def test_a_header_too_long_for_the_receiver_fails_at_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would be refused and sent again for ever."""
+    monkeypatch.setattr(wire, "MAX_HEADER_BYTES", 1_000)
+    message = m.Failed("x" * 2_000)
+    with pytest.raises(ProtocolError, match="at most 1000"):
+        wire.encode(SENDER, 1, 0, [message])
+    monkeypatch.undo()
+    parts = wire.encode(SENDER, 1, 0, [message])
+    monkeypatch.setattr(wire, "MAX_HEADER_BYTES", 1_000)
+    with pytest.raises(ProtocolError, match="too long"):
+        wire.decode(parts, SENDER.run_id)
+
+
+# ---------------------------------------------------------------------------------------------------------- hostile
+
+
+def raw_header(messages: bytes) -> bytes:
+    """A header around bytes that no encoder would write."""
+    before = b"".join(pack(field) for field in (m.MAGIC, m.PROTOCOL, *SENDER, 1, 0))
+    return b"\x99" + before + messages + pack([])
+
+
+def state_with(value: bytes) -> bytes:
+    """A header whose only untyped field holds this value."""
+    fields = b"".join(pack(part) for part in ("type", "LedgerState", "version", 1, "state"))
+    return raw_header(b"\x91\x83" + fields + b"\x81" + pack("key") + value)
+
+
+HOSTILE = {
+    "array of 2**32 - 1": state_with(b"\xdd\xff\xff\xff\xff"),
+    "map of 2**32 - 1": state_with(b"\xdf\xff\xff\xff\xff"),
+    "bytes of 2**32 - 1": state_with(b"\xc6\xff\xff\xff\xff"),
+    "text of 2**32 - 1": state_with(b"\xdb\xff\xff\xff\xff"),
+    "extension of 2**32 - 1": state_with(b"\xc9\xff\xff\xff\xff\x05"),
+    "2**32 - 1 messages": raw_header(b"\xdd\xff\xff\xff\xff"),
+    "depth 100000": state_with(b"\x91" * 100_000 + b"\x00"),
+    "depth 100000 of maps": state_with(b"\x81\x01" * 100_000 + b"\x00"),
+    "map as a key": state_with(b"\x81\x80\x01"),
+    "list of maps as a key": state_with(b"\x81\x91\x80\x01"),
+    "extension as a key": state_with(b"\x81\xd4\x05\x00\x01"),
+    "timestamp out of range": state_with(b"\xc7\x0c\xff\x00\x00\x00\x00\x7f" + b"\xff" * 7),
+    "not UTF-8": state_with(b"\xa2\xff\xfe"),
+    "opcode that does not exist": state_with(b"\xc1"),
+    "two headers": raw_header(b"\x90") * 2,
+    "number": pack(5),
+    "text": pack("zbgrpo"),
+    "list": pack([m.MAGIC]),
+    "map": pack({"magic": m.MAGIC}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_headers_are_refused_with_little_memory(name: str) -> None:
+    tracemalloc.start()
+    with pytest.raises(ProtocolError):
+        wire.decode([HOSTILE[name]], SENDER.run_id)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 16 * 1024 * 1024
+
+
+def mutated(parts: list[bytes], rng: random.Random) -> list[bytes]:
+    """A valid message with one to four things changed; often with checksums that are right again."""
+    changed = [bytearray(part) for part in parts]
+    for _ in range(rng.randint(1, 4)):
+        number = 0 if rng.random() < 0.6 else rng.randrange(len(changed))
+        part = changed[number]
+        where = rng.randrange(len(part)) if part else 0
+        kind = rng.randrange(6)
+        if kind == 0 and part:
+            part[where] ^= 1 << rng.randrange(8)
+        elif kind == 1 and part:
+            part[where] = rng.choice(b"\x00\x7f\x80\x90\xc0\xc1\xc6\xca\xcf\xd3\xdb\xdd\xdf\xff")
+        elif kind == 2:
+            part[where : where + rng.randint(1, 9)] = b""
+        elif kind == 3:
+            part[where:where] = rng.randbytes(rng.randint(1, 9))
+        elif kind == 4:
+            changed.insert(rng.randrange(len(changed) + 1), bytearray(rng.randbytes(rng.randrange(40))))
+        elif len(changed) > 1:
+            del changed[rng.randrange(1, len(changed))]
+    if rng.random() < 0.5:
+        changed[0] = bytearray(_with_right_checksums(changed))
+    return [bytes(part) for part in changed]
+
+
+def _with_right_checksums(parts: list[bytearray]) -> bytes:
+    try:
+        fields = msgspec.msgpack.decode(parts[0])
+        fields[8] = [zlib.crc32(frame) for frame in parts[1:]]
+        return pack(fields)
+    except (msgspec.DecodeError, TypeError, IndexError, KeyError, RecursionError, UnicodeDecodeError):
+        return bytes(parts[0])
+
+
+def test_random_bytes_and_mutated_messages_give_a_protocol_error_or_a_consistent_group() -> None:
+    """No other exception, no memory out of proportion, and what passes has lengths that agree."""
+    rng = random.Random(20)
+    valid = [encoded(golden_payload()), encoded(golden_payload(), golden_payload())]
+    num_refused = num_accepted = 0
+    tracemalloc.start()
+    for number in range(NUM_MUTATIONS):
+        if number % 4 == 0:
+            parts = [rng.randbytes(rng.randrange(200)) for _ in range(rng.randrange(12))]
+        else:
+            parts = mutated(rng.choice(valid), rng)
+        try:
+            groups = received(parts)
+        except ProtocolError:
+            num_refused += 1
+            continue
+        num_accepted += 1
+        for payload in groups:
+            assert int(payload.lengths.sum()) == len(payload.response_ids) == len(payload.logprobs)
+            assert (np.sort(payload.token_versions()) <= payload.spans[:, 2].max()).all()
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 16 * 1024 * 1024
+    assert num_refused > NUM_MUTATIONS // 2
+    assert num_accepted > 10, "the mutations must not be so coarse that nothing gets behind the first check"
+
+
+def test_decoding_runs_no_code_of_the_sender(tmp_path: Path) -> None:
+    """Bytes that a pickle or YAML loader would execute are only bytes."""
+    canary = tmp_path / "canary"
+    hostile = f"cos\nsystem\n(S'touch {canary}'\ntR.".encode()
+    parts = [bytes(part) for part in wire.encode(SENDER, 1, 0, [m.LedgerState(1, {"a": hostile})], [hostile])]
+    header, frames = wire.decode(parts, SENDER.run_id)
+    assert header.messages == [m.LedgerState(1, {"a": hostile})]
+    assert bytes(frames[0]) == hostile
+    with pytest.raises(ProtocolError):
+        wire.decode([hostile], SENDER.run_id)
+    assert not canary.exists()
+    for module in (wire, m):
+        tree = ast.parse(Path(str(module.__file__)).read_text())
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        assert not names & {"pickle", "eval", "exec", "getattr", "__import__"}
