@@ -14,6 +14,8 @@ VENV="${ZBGRPO_VENV:-$REPOSITORY/.venv}"
 
 # Keeps torchrun from a notice about threads. Each rank sets its own number before it loads torch.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# A rank that is asked to stop saves its state first; torchrun would kill it after 30 seconds.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 
 fail() {
     echo "zbgrpo: $*" >&2

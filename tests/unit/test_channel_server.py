@@ -238,7 +238,7 @@ def test_a_connection_that_loses_and_repeats_messages_is_made_good(
 
     monkeypatch.setattr(Router, "send", lossy_send)
     monkeypatch.setattr(Router, "receive", lossy_receive)
-    exchange(server, ["producer:0", "consumer:0"], count=150, timing=FAST._replace(resend_seconds=0.05))
+    exchange(server, ["producer:0", "consumer:0"], count=60, timing=FAST._replace(resend_seconds=0.02))
     links = [peer.link for peer in server.peers.values()]
     assert sum(link.duplicates for link in links) > 10
     assert sum(link.gaps for link in links) > 10
@@ -371,8 +371,9 @@ def test_a_channel_ignores_what_is_for_an_earlier_start_of_it(hub: RawHub) -> No
     assert received is not None
     assert received.message == m.Committed(2)
     assert not channel.drained()
-    hub.send(0, acknowledged=1, incarnation=1)
-    ends_in_time(lambda: [None for _ in iter(channel.drained, True)] is not None)
+    hub.send(2, m.Committed(3), acknowledged=1, incarnation=1)
+    assert channel.receive(GIVE_UP_SECONDS) is not None
+    assert channel.drained()
     channel.close(0.0)
 
 
@@ -541,8 +542,9 @@ def test_a_hub_that_is_silent_is_noticed(server: Server) -> None:
 
 
 def test_a_hub_that_only_keeps_alive_is_not_silent(server: Server) -> None:
-    channel, _ = failing_channel(server.address, IMPATIENT)
-    deadline = time.monotonic() + 2 * IMPATIENT.peer_timeout_seconds
+    timing = IMPATIENT._replace(peer_timeout_seconds=1.5)
+    channel, _ = failing_channel(server.address, timing)
+    deadline = time.monotonic() + 1.5 * timing.peer_timeout_seconds
     serve(server, lambda: time.monotonic() > deadline)
     channel.check()
     assert close(channel, server)
@@ -562,7 +564,8 @@ def test_a_peer_that_is_silent_is_named_and_one_that_said_goodbye_is_not() -> No
     while not lost and time.monotonic() < deadline:
         server.poll(0.01)
         lost = server.tick()
-    assert lost == ["producer:0"]
+    assert "producer:0" in lost
+    assert "producer:1" not in lost
     assert server.peers["producer:1"].left
     silent.dealer.close()
     gone.dealer.close()

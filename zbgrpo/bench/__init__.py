@@ -1,1 +1,4 @@
-"""Benchmarks, and the task and model that the quickstart and the benchmarks run on. Each figure comes with its own baseline."""
+"""Benchmarks, and the task and tiny model that they and the quickstart run on.
+
+Every figure is a ratio measured in one run: each benchmark brings its own baseline.
+"""

@@ -2,7 +2,7 @@
 
 The model is a tiny Qwen2 that a short supervised warm-up teaches to add two numbers of two digits, from worked examples
 about half of which end in a slip: the stated answer is ten too low. So the model knows how to add and is still right only
-about half of the time, on any question, seen or not. That is what GRPO can mend: nearly every group has right and wrong
+half of the time, on any question, seen or not. That is what GRPO can mend, for nearly every group has right and wrong
 responses. A policy that is always right on some questions and never on the others would leave it no signal.
 """
 
@@ -25,7 +25,36 @@ from zbgrpo.data.chat import PromptRenderer
 if TYPE_CHECKING:
     import torch
 
-RUN_FLAGS: list[str] = ["-rt", "think_answer_tags", "-g", "8", "-ibs", "16", "-imbs", "16", "-tbs", "16", "-tMbs", "16", "-tmbs", "64", "-mpt", "32", "-mnt", "24", "-lr", "1e-3", "-kl", "0", "--precision", "fp32", "--max-steps", "100", "--max-staleness", "2"]
+RUN_FLAGS: list[str] = [
+    "-rt",
+    "think_answer_tags",
+    "-g",
+    "8",
+    "-ibs",
+    "16",
+    "-imbs",
+    "16",
+    "-tbs",
+    "16",
+    "-tMbs",
+    "16",
+    "-tmbs",
+    "64",
+    "-mpt",
+    "32",
+    "-mnt",
+    "24",
+    "-lr",
+    "1e-3",
+    "-kl",
+    "0",
+    "--precision",
+    "fp32",
+    "--max-steps",
+    "100",
+    "--max-staleness",
+    "2",
+]
 """Flags of the quickstart run, beside the paths and the roles."""
 
 SAMPLING_TEMPERATURE = 0.6
@@ -81,7 +110,7 @@ class Prepared(NamedTuple):
     seconds: float
 
 
-def prepare(folder: str | Path, seed: int = 0, warm_up: WarmUp = WarmUp(), quiet: bool = False) -> Prepared:
+def prepare(folder: str | Path, seed: int = 0, warm_up: WarmUp | None = None, quiet: bool = False) -> Prepared:
     """Writes `model/`, `train.jsonl` and `heldout.jsonl` into `folder` (made if missing, files replaced).
 
     The same seed gives the same data everywhere, and the same model on machines that round alike.
@@ -89,7 +118,11 @@ def prepare(folder: str | Path, seed: int = 0, warm_up: WarmUp = WarmUp(), quiet
     import torch
 
     started = time.monotonic()
-    say = (lambda text: None) if quiet else (lambda text: print(f"quickstart: {text}", flush=True))
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(f"quickstart: {text}", flush=True)
+
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     splits = make_splits(seed)
@@ -101,19 +134,20 @@ def prepare(folder: str | Path, seed: int = 0, warm_up: WarmUp = WarmUp(), quiet
         torch.manual_seed(seed)
         tokenizer = make_tokenizer()
         model = make_model(tokenizer)
-        say(f"a Qwen2 model of {sum(weight.numel() for weight in model.parameters()):,} parameters, supervised warm-up:")
+        say(
+            f"a Qwen2 model of {sum(weight.numel() for weight in model.parameters()):,} parameters, supervised warm-up:"
+        )
         pupil = _Pupil(model, tokenizer, splits.warmup, seed)
-        validation_accuracy = _teach(pupil, warm_up, say)
+        validation_accuracy = _teach(pupil, warm_up or WarmUp(), say)
         heldout_accuracy = pupil.accuracy(splits.heldout)
-    tokenizer.save_pretrained(folder / "model")
-    model.save_pretrained(folder / "model")
+    _save(folder / "model", model, tokenizer)
     seconds = time.monotonic() - started
     say(f"held-out accuracy after the warm-up {heldout_accuracy:.2f}; all in {folder}, after {seconds:.0f} s")
     return Prepared(folder / "model", train, heldout, validation_accuracy, heldout_accuracy, seconds)
 
 
 def make_tokenizer() -> Any:
-    """A byte-level tokenizer that gives back any text (in Unicode form NFC): digits and answer tags are one token each."""
+    """A byte-level tokenizer that gives back any text (in form NFC); digits and answer tags are one token each."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -156,12 +190,22 @@ def make_model(tokenizer: Any) -> Any:
     return Qwen2ForCausalLM(config)
 
 
+def _save(folder: Path, model: Any, tokenizer: Any) -> None:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    # Releases of transformers before and after 5 do not know each other's generic class; both know this one.
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings["tokenizer_class"] = "Qwen2Tokenizer"
+    file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
 class _Pupil:
     """The model with what it needs to be taught and examined."""
 
     def __init__(self, model: Any, tokenizer: Any, pairs: Sequence[Pair], seed: int) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.validation, self.examples = pairs[:_NUM_VALIDATION], pairs[_NUM_VALIDATION:]
+        self.validation, self.examples = list(pairs[:_NUM_VALIDATION]), list(pairs[_NUM_VALIDATION:])
         self._renderer = PromptRenderer(tokenizer, None, max_prompt_tokens=32)
         self._random = np.random.Generator(np.random.Philox(key=seed))
         self._optimizer: torch.optim.Optimizer
@@ -201,7 +245,9 @@ class _Pupil:
             )
         responses = self.tokenizer.batch_decode(sequences[:, prompts.shape[1] :], skip_special_tokens=True)
         endings = [f"</think><answer>{pair.a + pair.b}</answer>" for pair in pairs]
-        right = [text.startswith("<think>") and text.endswith(end) for text, end in zip(responses, endings, strict=True)]
+        right = [
+            text.startswith("<think>") and text.endswith(end) for text, end in zip(responses, endings, strict=True)
+        ]
         return sum(right) / len(pairs)
 
     def _batch(self, batch_size: int, slip_share: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,8 +280,8 @@ class _Pupil:
 def _teach(pupil: _Pupil, warm_up: WarmUp, say: Callable[[str], None]) -> float:
     """The warm-up: a main part of fixed length, then short corrections; returns the last validation accuracy.
 
-    The share of slips among the examples sets how often the model is right, since it learns to be as unsure as they are.
-    What chance leaves is corrected at the end, by examples all right or all wrong, until the accuracy is inside the target.
+    The share of slips among the examples sets how often the model is right, for it learns to be as unsure as they are. What
+    chance leaves is corrected at the end, by examples all right or all wrong, until the accuracy is inside the target.
     """
     for step in range(1, warm_up.num_steps + 1):
         pupil.step(warm_up.batch_size, warm_up.learning_rate * _schedule(step, warm_up.num_steps), warm_up.slip_share)
@@ -283,10 +329,15 @@ def _write_rows(file: Path, pairs: Sequence[Pair]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of `prepare`."""
-    parser = argparse.ArgumentParser(prog="python -m zbgrpo.bench.quickstart", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m zbgrpo.bench.quickstart", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("folder", help="where model/, train.jsonl and heldout.jsonl go")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     prepare(options.folder, options.seed)
 
 

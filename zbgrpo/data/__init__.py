@@ -1,1 +1,1 @@
-"""Data: what a row is and how it is read (`rows`), rendered (`chat`), ordered (`order`); and a task made here (`arithmetic`)."""
+"""Data: how rows are read (`rows`), rendered (`chat`) and ordered (`order`), and a task made here (`arithmetic`)."""

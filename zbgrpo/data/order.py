@@ -1,4 +1,4 @@
-"""The order in which the rows of an episode are leased: a function of (seed, episode) alone, so a resume needs no state."""
+"""The order in which rows are leased: a function of (seed, episode) alone, so that a resume needs no state."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _DOMAIN = 0x6F72646572  # "order" in ASCII: keeps this stream apart from other u
 
 
 def permutation(num_items: int, seed: int, stream: int) -> np.ndarray:
-    """Random permutation of range(num_items), int32 [num_items], fixed by (seed, stream) for every machine and version.
+    """Random permutation of range(num_items), int32 [num_items]; (seed, stream) fixes it on every machine.
 
-    Sorts the raw words of the Philox counter-based generator. numpy promises the raw stream of a bit generator to stay the
-    same between releases, which it does not for `Generator.permutation`.
+    Sorts the raw words of the counter-based generator Philox. numpy promises that the raw stream of a bit generator stays
+    the same between releases, which it does not promise for `Generator.permutation`.
     """
     if num_items < 0:
         raise ValueError(f"num_items must not be negative, got {num_items}")
@@ -22,5 +22,5 @@ def permutation(num_items: int, seed: int, stream: int) -> np.ndarray:
 
 
 def episode_order(num_rows: int, episode: int, seed: int) -> np.ndarray:
-    """Row indices of one episode in the order they are leased: int32 [num_rows], every row once, reshuffled by episode."""
+    """Row indices in the order in which one episode leases them: int32 [num_rows], every row once."""
     return permutation(num_rows, seed, episode)

@@ -1,6 +1,7 @@
 """Reads the rows of a data set: JSON Lines (.gz too), parquet, or a Hugging Face `datasets` name.
 
-A row is `{"messages": {...} or [...], "gt_answer": "42"}` or `{"messages": ..., "test_cases": {...}}`, and may carry more keys.
+A row is `{"messages": {...} or [...], "gt_answer": "42"}` or `{"messages": ..., "test_cases": {...}}`; more keys are kept
+as they are.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gzip
 import importlib
 import json
 import math
+import os
 import re
 import unicodedata
 import zlib
@@ -24,8 +26,8 @@ _BOM = b"\xef\xbb\xbf"
 _PARQUET_SUFFIXES = (".parquet", ".pq")
 _FILE_SUFFIXES = (".jsonl", ".json", ".ndjson", ".gz", *_PARQUET_SUFFIXES)
 
-# What is left of a LaTeX command whose backslash JSON took as part of an escape: "\neq" is a line feed and "eq". Form feed
-# ("\frac"), backspace ("\beta") and tab ("\text") have no place in an answer at all; line ends have, unless this follows.
+# What is left of a LaTeX command whose backslash JSON took for an escape: "\neq" is a line feed and "eq". Form feed ("\frac"),
+# backspace ("\beta") and tab ("\text") have no place in an answer at all; line ends have, unless one of these follows.
 _BROKEN_LATEX = re.compile(r"\n(?:eq|abla|ot|mid|u\b)|\r(?:ho|ight|angle|m\b|ceil|floor)")
 
 
@@ -54,16 +56,16 @@ class _BadRow(Exception):
 def load_rows(path: str, skip_bad_rows: bool) -> LoadedRows:
     """Reads all rows of `path`.
 
-    A path that is no file is taken for the name of a Hugging Face data set (its `train` split) if that package is there.
-    A bad row raises `DataError` as `file:line: reason`, or is counted with `skip_bad_rows`. A file that is missing, damaged
-    or without any usable row is a `DataError` in both cases.
+    A path that is no file is taken for the name of a Hugging Face data set, of which the `train` split is read, if that
+    package is there. A bad row raises `DataError` as `file:line: reason`, or is counted with `skip_bad_rows`. A file that
+    is missing, damaged or without any usable row is a `DataError` in both cases.
     """
     rows: list[Row] = []
     num_bad = 0
     first_bad = ""
-    for line, parse in _read(path):
+    for line, raw in _read(path):
         try:
-            rows.append(_to_row(parse(), line))
+            rows.append(_to_row(_parse_json(raw) if isinstance(raw, bytes) else raw, line))
         except _BadRow as bad:
             reason = f"{path}:{line}: {bad}"
             if not skip_bad_rows:
@@ -76,14 +78,14 @@ def load_rows(path: str, skip_bad_rows: bool) -> LoadedRows:
     return LoadedRows(rows, num_bad, first_bad)
 
 
-# Each source yields (1-based number, function that gives the raw object): parsing is left to the caller's try, so that one
-# bad row ends neither the iteration nor the numbering.
-_Source = Iterator[tuple[int, Callable[[], Any]]]
+# A source yields (1-based number, raw row): the bytes of a JSON line, or an object. It parses nothing itself, so that a bad
+# row ends neither the iteration nor the numbering.
+_Source = Iterator[tuple[int, Any]]
 
 
 def _read(path: str) -> _Source:
     file = Path(path)
-    if file.is_file():
+    if os.path.isfile(path):  # unlike Path.is_file, False for every path that cannot be looked at
         return _read_parquet(file) if file.suffix.lower() in _PARQUET_SUFFIXES else _read_json_lines(file)
     if path.lower().endswith(_FILE_SUFFIXES):
         hint = ""
@@ -101,7 +103,7 @@ def _read_json_lines(file: Path) -> _Source:
             for number, raw in enumerate(stream, start=1):
                 content = (raw.removeprefix(_BOM) if number == 1 else raw).strip()
                 if content:
-                    yield number, lambda content=content: _parse_json(content)
+                    yield number, content
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{file}: cannot be read: {error}") from error
 
@@ -133,7 +135,7 @@ def _read_parquet(file: Path) -> _Source:
         for batch in parquet.ParquetFile(str(file)).iter_batches():
             for value in batch.to_pylist():
                 number += 1
-                yield number, lambda value=value: value
+                yield number, value
     except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
         raise DataError(f"{file}: cannot be read as parquet: {error}") from error
 
@@ -149,8 +151,7 @@ def _read_datasets(name: str) -> _Source:
         data = datasets.load_dataset(name, split="train")
     except (OSError, ValueError) as error:
         raise DataError(f"{name}: no such file, and not a data set that can be loaded: {error}") from error
-    for number, value in enumerate(data, start=1):
-        yield number, lambda value=value: value
+    yield from enumerate(data, start=1)
 
 
 def _to_row(value: Any, line: int) -> Row:

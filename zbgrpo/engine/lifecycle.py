@@ -57,6 +57,11 @@ class Rank:
         self.started = time.monotonic()
 
     @property
+    def title(self) -> str:
+        """Role and number, for people."""
+        return f"{self.info.role.value} {self.info.index}"
+
+    @property
     def name(self) -> str:
         """The peer name of this rank."""
         return f"{self.info.role.value}:{self.info.index}"
@@ -69,15 +74,15 @@ def run_rank(config: RunConfig, env: TorchrunEnv) -> int:
         reason = _run_role(rank)
     except PeerLostError as error:
         # The rank that failed first has said why; this one only follows.
-        logger.error("%s", error)
+        logger.info("%s", error)
         if not _is_echo(error):
-            print(error_line(env.rank, str(rank.info), error), file=sys.stderr, flush=True)
+            print(error_line(env.rank, rank.title, error), file=sys.stderr, flush=True)
         return 1
     except UserError as error:
         _report(rank, error)
         return EXIT_USER_ERROR
     except (Exception, KeyboardInterrupt) as error:
-        logger.error("%s", traceback.format_exc())
+        logger.info("%s", traceback.format_exc())  # for the log; the screen gets one line
         _report(rank, error)
         return 1
     return EXIT_STOPPED if reason == "stop" else 0
@@ -100,12 +105,12 @@ def _is_echo(error: PeerLostError) -> bool:
 
 def _report(rank: Rank, error: BaseException) -> None:
     """One line on the screen, and word to everybody else."""
-    print(error_line(rank.env.rank, f"{rank.info.role.value} {rank.info.index}", error), file=sys.stderr, flush=True)
+    print(error_line(rank.env.rank, rank.title, error), file=sys.stderr, flush=True)
     if rank.channel is None:
         return
     try:
         cause = f"{type(error).__name__}: {error}"
-        rank.channel.send(m.Failed(f"rank {rank.env.rank} ({rank.info.role.value} {rank.info.index}) failed: {cause}"))
+        rank.channel.send(m.Failed(f"rank {rank.env.rank} ({rank.title}) failed: {cause}"))
     except PeerLostError:
         return
     deadline = time.monotonic() + 2.0

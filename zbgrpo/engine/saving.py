@@ -21,6 +21,7 @@ from zbgrpo.config.load import compare_fingerprints, fingerprint
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.engine.finished import save_folder
 from zbgrpo.errors import RunFolderError
+from zbgrpo.groups.process_groups import collective
 from zbgrpo.trainer.base import TrainerBackend
 
 STATE_FORMAT = 1
@@ -69,7 +70,8 @@ def save_model(config: RunConfig, trainer: TrainerBackend, tokenizer: Any, versi
 
 def _barrier(group: dist.ProcessGroup | None) -> None:
     if group is not None and dist.get_world_size(group) > 1:
-        dist.barrier(group=group)
+        with collective("saving a state"):
+            dist.barrier(group=group)
 
 
 def find_saved(config: RunConfig) -> SavedRun | None:

@@ -10,6 +10,9 @@ Every group has its own connections and its own timeout, so that a broadcast nev
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -77,6 +80,24 @@ def weights_backend(config: RunConfig) -> str:
 def _new_group(ranks: list[int], timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
     group: Any = dist.new_group(ranks, timeout=timeout, backend=backend)
     return group
+
+
+@contextmanager
+def collective(what: str) -> Iterator[None]:
+    """Around a collective: a peer that is gone or late becomes a `PeerLostError` that says what was going on."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        raise PeerLostError(f"{what}: {reason_of(error)}") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """The part of a collective's error message that says what happened, without paths and advice."""
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    found = re.search(r"(?:connection (?:closed|reset)[^.]*?by peer|timed out[^.]*|connection refused)", text, re.I)
+    if found is None:
+        return text[:300]
+    return f"another rank is gone or silent ({found[0].lower()})"
 
 
 def disconnect() -> None:

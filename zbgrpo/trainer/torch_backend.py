@@ -21,6 +21,7 @@ from zbgrpo.algorithms.packing import STATISTICS, Microbatch, PackingRules, pack
 from zbgrpo.checkpoint import model_folder
 from zbgrpo.config.schema import AlgorithmConfig, TrainerConfig
 from zbgrpo.errors import NonFiniteError
+from zbgrpo.groups.process_groups import collective
 from zbgrpo.trainer.base import Mesh, StepResult
 from zbgrpo.trainer.schedule import learning_rate
 from zbgrpo.types import GroupPayload
@@ -141,7 +142,8 @@ class TorchTrainer:
     def commit(self) -> StepResult:
         sums = self._reduce_sums()
         if self._group is not None and self.mesh.dp > 1:
-            dist.all_reduce(self._gradients, group=self._group)
+            with collective("adding up gradients"):
+                dist.all_reduce(self._gradients, group=self._group)
         denominator = sums["denominator"]
         rate = learning_rate(self._config.learning_rate, self._step, self._num_schedule_steps, self._config.schedule)
         norm = float("nan")
@@ -173,9 +175,9 @@ class TorchTrainer:
         names = sorted(self._sums)
         added = torch.tensor([self._sums[n] for n in names], dtype=torch.float64)
         largest = torch.tensor([self._sums[n] for n in _MAXIMA], dtype=torch.float64)
-        with self._wait():
+        with self._wait(), collective("meeting the other consumers at the end of a step"):
             dist.all_reduce(added, group=self._group)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         return dict(zip(names, added.tolist(), strict=True)) | dict(zip(_MAXIMA, largest.tolist(), strict=True))
 
     def _apply(self, rate: float) -> None:

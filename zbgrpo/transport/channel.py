@@ -22,6 +22,9 @@ from zbgrpo.transport.wire import Buffer, Sender, decode, encode
 
 logger = logging.getLogger(__name__)
 
+_GONE_SECONDS = 10.0
+"""How long there may be no connection at all: a hub that has died is never replaced."""
+
 
 class Timing(NamedTuple):
     """How long the two sides of a connection wait."""
@@ -136,7 +139,7 @@ class Channel:
                 self._dealer.close()
 
     def _serve(self, dealer: Dealer) -> None:
-        heard = alive = time.monotonic()
+        heard = alive = connected = time.monotonic()
         while not self._closing.is_set() and self._failure is None:
             self._flush(dealer)
             dealer.wait(self._timing.heartbeat_seconds / 4, or_writable=bool(self._outbox))
@@ -150,6 +153,10 @@ class Channel:
                 dealer.send(encode(self._sender, 0, self._link.received, []))
             for item in self._link.due(now):
                 dealer.send(item)
+            if dealer.writable():
+                connected = now
+            elif now - connected > min(_GONE_SECONDS, self._timing.peer_timeout_seconds):
+                self._fail(PeerLostError("the hub is gone: its connection has closed"))
             if now - heard > self._timing.peer_timeout_seconds:
                 self._fail(PeerLostError(f"the hub has been silent for {now - heard:.0f} s"))
 

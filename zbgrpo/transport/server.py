@@ -13,6 +13,8 @@ from zbgrpo.transport.messages import Goodbye, Message
 from zbgrpo.transport.sockets import Keys, Router
 from zbgrpo.transport.wire import Buffer, Sender, decode, encode
 
+_LINGER_SECONDS = 1.0
+
 
 @dataclass
 class Peer:
@@ -88,7 +90,7 @@ class Server:
                 continue
             if peer.link.must_acknowledge or now - peer.alive >= self._timing.heartbeat_seconds:
                 peer.link.must_acknowledge, peer.alive = False, now
-                self._router.send(peer.name.encode(), encode(self._to(peer), 0, peer.link.received, []))
+                self._keep_alive(peer)
             for item in peer.link.due(now):
                 self._router.send(peer.name.encode(), item)
             if not peer.left and now - peer.heard > self._timing.peer_timeout_seconds:
@@ -104,5 +106,18 @@ class Server:
         return all(peer.left or not peer.link.num_unacknowledged for peer in self.peers.values())
 
     def close(self) -> None:
-        """Close the socket, after at most a second for the last acknowledgements to leave."""
-        self._router.close(linger_seconds=1.0)
+        """Close the socket when those who have left have closed theirs, or after a second.
+
+        They close when their goodbye is acknowledged. A connection that breaks takes unread messages with it, so a hub
+        that closed first would make them wait for that acknowledgement in vain.
+        """
+        deadline = time.monotonic() + _LINGER_SECONDS
+        leaving = [peer for peer in self.peers.values() if peer.left]
+        while leaving and time.monotonic() < deadline:
+            self.poll(0.005)
+            leaving = [peer for peer in leaving if self._keep_alive(peer)]
+        self._router.close(_LINGER_SECONDS)
+
+    def _keep_alive(self, peer: Peer) -> bool:
+        """Acknowledge what has arrived; whether the peer is still connected."""
+        return self._router.send(peer.name.encode(), encode(self._to(peer), 0, peer.link.received, []))

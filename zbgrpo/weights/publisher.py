@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbgrpo.errors import WeightSyncError, ZbgrpoError
+from zbgrpo.groups.process_groups import reason_of
 from zbgrpo.weights.manifest import WeightManifest, digest
 
 
@@ -150,7 +151,7 @@ class WeightPublisher:
         except ZbgrpoError as error:
             self._fail(error)
         except (RuntimeError, dist.DistError) as error:
-            self._fail(WeightSyncError(f"broadcast {self._broadcasts} of the weights failed: {error}"))
+            self._fail(WeightSyncError(f"broadcast {self._broadcasts} of the weights failed: {reason_of(error)}"))
 
     def _fail(self, error: ZbgrpoError) -> None:
         with self._condition:

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbgrpo.errors import PeerLostError, WeightSyncError, ZbgrpoError
+from zbgrpo.errors import WeightSyncError, ZbgrpoError
+from zbgrpo.groups.process_groups import reason_of
 from zbgrpo.weights.manifest import WeightManifest, digest
 
 
@@ -109,9 +110,10 @@ class WeightSubscriber:
                     self._on_applied(
                         version, digest({spec.name: self._live[spec.name] for spec in self._manifest.specs})
                     )
-        except (ZbgrpoError, RuntimeError, dist.DistError) as error:
-            known = isinstance(error, (WeightSyncError, PeerLostError))
-            self._failure = error if known else WeightSyncError(f"receiving new weights failed: {error}")  # type: ignore[assignment]
+        except ZbgrpoError as error:
+            self._failure = error
+        except (RuntimeError, dist.DistError) as error:
+            self._failure = WeightSyncError(f"receiving new weights failed: {reason_of(error)}")
 
     def _receive(self, version: int) -> None:
         start = time.monotonic()
