@@ -4,6 +4,7 @@
 #   stay_offline               nothing asks a hub for a model or data from here on
 #   torchrun_path              the torchrun of VENV, or else of the PATH
 #   count_gpus DEFAULT         number of GPUs, or DEFAULT where there is none
+#   SIGNALS                    for torchrun's --signals-to-handle
 #   fail MESSAGE               say what is wrong and exit with 2
 #
 # PYTHON       interpreter to make it with; python3 if unset
@@ -16,6 +17,8 @@ VENV="${ZBGRPO_VENV:-$REPOSITORY/.venv}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # A rank that is asked to stop saves its state first; torchrun would kill it after 30 seconds.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
+# What torchrun hands on to its ranks. Without SIGUSR1 among them, that signal would end torchrun and leave them behind.
+SIGNALS=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
 
 fail() {
     echo "zbgrpo: $*" >&2

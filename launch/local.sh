@@ -9,4 +9,4 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
 
 torchrun="$(torchrun_path)"
-exec "$torchrun" --standalone --nproc-per-node "${NPROC:-$(count_gpus 2)}" -m zbgrpo.launch "$@"
+exec "$torchrun" --signals-to-handle "$SIGNALS" --standalone --nproc-per-node "${NPROC:-$(count_gpus 2)}" -m zbgrpo.launch "$@"

@@ -22,6 +22,6 @@ nodes="${NNODES:-${SLURM_NNODES:-}}"
 : "${nodes:?NNODES is not set; the number of nodes}"
 
 torchrun="$(torchrun_path)"
-exec "$torchrun" --nnodes "$nodes" --nproc-per-node "${NPROC:-$(count_gpus 1)}" \
+exec "$torchrun" --signals-to-handle "$SIGNALS" --nnodes "$nodes" --nproc-per-node "${NPROC:-$(count_gpus 1)}" \
     --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "${RDZV_ID:-${SLURM_JOB_ID:-zbgrpo}}" \
     -m zbgrpo.launch "$@"

@@ -37,9 +37,14 @@ main() {
         -sd quickstart/model_out -esd quickstart/eval -rsd quickstart/rollouts --log-dir quickstart/logs \
         "${defaults[@]}" ${flags[@]+"${flags[@]}"}
     echo "quickstart: ${SECONDS} s (task and model ${made_seconds} s, run $((SECONDS - made_seconds)) s)"
-    echo "quickstart: the trained model is in quickstart/model_out/quickstart, figures of every step in"
-    echo "            quickstart/logs/quickstart/metrics.jsonl, sampled responses in quickstart/rollouts/quickstart."
-    echo "            Next: bash launch/quickstart.sh -a DAPO, or your own data and model: README.md"
+    cat <<END
+quickstart: the trained model is in quickstart/model_out/quickstart, the figures of every step in
+            quickstart/logs/quickstart/metrics.jsonl. What to do next, in $REPOSITORY:
+              $VENV/bin/zbgrpo rollouts quickstart/rollouts/quickstart/step-0.jsonl    # read responses
+              $VENV/bin/zbgrpo check-ledger quickstart/logs/quickstart                 # what became of each group
+              bash launch/quickstart.sh -a DAPO                                        # another algorithm
+            Your own model and data: README.md
+END
 }
 
 PRINT_FLAGS='

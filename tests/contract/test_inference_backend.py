@@ -6,50 +6,37 @@ The witness is the plain Hugging Face model: one forward pass of one sequence, a
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.models import EOS, EOT, MODEL_VOCABULARY, PAD, log_softmax_of, perturbed, tiny_model, tiny_tokenizer
-from zbgrpo.config.schema import InferenceConfig
-from zbgrpo.inference.base import GenerationRequest, InferenceBackend, Response
-from zbgrpo.inference.sampling import stream, uniforms
-from zbgrpo.inference.transformers_backend import TransformersBackend
-from zbgrpo.types import FinishReason, Uid
+from tests.support.engines import (
+    BACKENDS,
+    Endless,
+    Setup,
+    assert_logprobs,
+    by_hand,
+    drain,
+    drawn,
+    expected_stop,
+    load,
+    no_end,
+    prompts_of,
+    request_of,
+    run,
+    take,
+    transformers_backend,
+    with_ends,
+)
+from tests.support.models import EOS, EOT, PAD, log_softmax_of, perturbed, tiny_model, tiny_tokenizer
+from zbgrpo.inference.base import InferenceBackend, Response
+from zbgrpo.inference.sampling import uniforms
+from zbgrpo.types import FinishReason
 
-MAX_PROMPT_TOKENS = 200
-
-
-@dataclass
-class Setup:
-    """What an engine is made of. The model is copied: the caller's stays the plain one."""
-
-    model: Any
-    tokenizer: Any = field(default_factory=tiny_tokenizer)
-    slots: int = 6
-    max_new_tokens: int = 24
-    stop: Sequence[str] = ()
-    top_k: int | None = None
-    top_p: float = 1.0
-
-
-def transformers_backend(setup: Setup) -> InferenceBackend:
-    config = InferenceConfig(
-        num_generations=1,
-        inference_microbatch_size=setup.slots,
-        max_new_tokens=setup.max_new_tokens,
-        top_k=setup.top_k,
-        top_p=setup.top_p,
-    )
-    model = copy.deepcopy(setup.model)
-    return TransformersBackend(model, setup.tokenizer, config, setup.stop, MAX_PROMPT_TOKENS)
-
-
-BACKENDS: dict[str, Callable[[Setup], InferenceBackend]] = {"transformers": transformers_backend}
+Make = Callable[[Setup], InferenceBackend]
 
 
 @pytest.fixture(params=BACKENDS)
@@ -62,89 +49,6 @@ def make(request: pytest.FixtureRequest) -> Callable[[Setup], InferenceBackend]:
         return backend
 
     return build
-
-
-Make = Callable[[Setup], InferenceBackend]
-
-
-def no_end(model: Any) -> Any:
-    """A copy that names an end token it cannot sample, so that responses run to the limit."""
-    result = copy.deepcopy(model)
-    ids = [MODEL_VOCABULARY + 5]
-    result.config.eos_token_id = result.generation_config.eos_token_id = ids
-    return result
-
-
-class Endless:
-    """The tokenizer without an end token of its own."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.eos_token_id = None
-
-    def __len__(self) -> int:
-        return len(self._tokenizer)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-
-def with_ends(model: Any, ids: list[int]) -> Any:
-    result = copy.deepcopy(model)
-    result.config.eos_token_id = ids[0]
-    result.generation_config.eos_token_id = ids
-    return result
-
-
-def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    generator = np.random.default_rng(seed)
-    return [generator.integers(0, 60, n).tolist() for n in lengths]
-
-
-def request_of(key: int, prompt: Sequence[int], num: int = 1, temperature: float = 1.0) -> GenerationRequest:
-    return GenerationRequest(key, prompt, [stream(3, "train", Uid(0, key), 0, n) for n in range(num)], temperature)
-
-
-def run(backend: InferenceBackend, requests: Sequence[GenerationRequest], most_steps: int = 2000) -> dict[Any, Response]:
-    """Submit, step until all is done, and give the responses by (key, index); each exactly once."""
-    for request in requests:
-        backend.submit(request)
-    return drain(backend, {}, most_steps)
-
-
-def drain(backend: InferenceBackend, done: dict[Any, Response], most_steps: int = 2000) -> dict[Any, Response]:
-    for _ in range(most_steps):
-        if not backend.num_active and not backend.num_unstarted:
-            return done
-        take(backend, done)
-    raise AssertionError(f"not done after {most_steps} steps")
-
-
-def take(backend: InferenceBackend, done: dict[Any, Response]) -> list[Response]:
-    finished = backend.step()
-    for response in finished:
-        name = (response.key, response.response_index)
-        assert name not in done, f"response {name} came twice"
-        done[name] = response
-    return finished
-
-
-def load(backend: InferenceBackend, model: Any, version: int) -> None:
-    """Put another model's weights in place, as an apply does: the storage changes, the tensors stay."""
-    weights = dict(model.named_parameters())
-    live = backend.live_weights()
-    assert set(live) == set(weights)
-    for name, tensor in live.items():
-        tensor.data = weights[name].detach().clone()
-    backend.weights_changed(version)
-
-
-def assert_logprobs(model: Any, prompt: Sequence[int], response: Response, temperature: float) -> None:
-    with torch.no_grad():
-        full = log_softmax_of(model, prompt, response.token_ids, temperature)
-    expected = full[torch.arange(len(full)), torch.as_tensor(response.token_ids).long()]
-    assert response.token_ids.dtype == np.int32 and response.logprobs.dtype == np.float32
-    np.testing.assert_allclose(response.logprobs, expected.numpy(), atol=1e-4, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -189,11 +93,6 @@ def test_tokens_are_drawn_by_the_stream_of_the_response(make: Make, model: Any) 
             full = log_softmax_of(model, prompt, response.token_ids, 0.7)
         draws = uniforms(np.full(len(full), request.streams[response.response_index], np.uint64), np.arange(len(full)))
         assert drawn(full, draws) == response.token_ids.tolist()
-
-
-def drawn(log_softmax: torch.Tensor, draws: np.ndarray) -> list[int]:
-    sums = log_softmax.double().exp().cumsum(-1).numpy()
-    return [int(np.searchsorted(row, draw * row[-1], side="right")) for row, draw in zip(sums, draws, strict=True)]
 
 
 def test_pad_equal_to_end_and_such_ids_inside_the_prompt(make: Make, model: Any) -> None:
@@ -334,7 +233,7 @@ def test_a_second_end_id_ends_a_response(make: Make, model: Any, free: Any) -> N
 
 
 @pytest.mark.parametrize("limit", [1, 2, 9])
-def test_an_end_token_at_the_limit_is_an_end_and_not_a_truncation(make: Make, model: Any, free: Any, limit: int) -> None:
+def test_an_end_token_at_the_limit_is_no_truncation(make: Make, model: Any, free: Any, limit: int) -> None:
     prompt, responses = free
     tokens = responses[0, 0].token_ids.tolist()
     end = tokens[limit - 1]
@@ -347,12 +246,6 @@ def test_an_end_token_at_the_limit_is_an_end_and_not_a_truncation(make: Make, mo
         response = run(backend, [request_of(0, prompt)])[0, 0]
         assert response.token_ids.tolist() == tokens[:max_new]
         assert response.finish is finish
-
-
-def expected_stop(tokenizer: Any, tokens: list[int], stops: Sequence[str]) -> int | None:
-    """Number of tokens up to the first at which the text has a stop string."""
-    texts = (tokenizer.decode(tokens[:n]) for n in range(1, len(tokens) + 1))
-    return next((n for n, text in enumerate(texts, 1) if any(s in text for s in stops)), None)
 
 
 @pytest.mark.parametrize("kind", ["inside a token", "across tokens", "a whole token", "two of them", "none of them"])
@@ -401,7 +294,7 @@ def test_a_stop_string_of_a_character_in_two_byte_tokens(make: Make, model: Any)
         assert text.count("é") == (response.finish is FinishReason.STOP_STRING)
 
 
-def test_an_end_token_wins_over_a_stop_string_and_a_stop_string_over_the_limit(make: Make, model: Any, free: Any) -> None:
+def test_an_end_token_wins_over_a_stop_string_and_that_over_the_limit(make: Make, model: Any, free: Any) -> None:
     prompt, responses = free
     tokenizer = tiny_tokenizer()
     tokens = responses[0, 0].token_ids.tolist()
@@ -420,21 +313,6 @@ def test_an_end_token_wins_over_a_stop_string_and_a_stop_string_over_the_limit(m
 
 
 # ------------------------------------------------------------------------------------------------ new weights
-
-
-def by_hand(models: dict[int, Any], prompt: Sequence[int], response: Response, temperature: float) -> torch.Tensor:
-    """Log-softmax at every token, [L, V]: one token at a time, one kept cache, the weights of the token's version."""
-    from transformers import DynamicCache
-
-    starts = [start for start, _ in response.spans]
-    version_of = [response.spans[np.searchsorted(starts, i, side="right") - 1][1] for i in range(len(response.token_ids))]
-    cache, rows, ids = DynamicCache(), [], [int(t) for t in prompt]
-    with torch.no_grad():
-        for version, token in zip(version_of, response.token_ids.tolist(), strict=True):
-            logits = models[version](input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits
-            rows.append(torch.log_softmax(logits[0, -1] / temperature, -1))
-            ids = [token]
-    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

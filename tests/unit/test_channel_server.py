@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
@@ -31,6 +31,27 @@ GIVE_UP_SECONDS = 60.0
 Arrived = list[tuple[str, m.Message, list[memoryview]]]
 
 
+Opened = TypeVar("Opened", Server, Channel, Router, Dealer)
+_opened: list[Server | Channel | Router | Dealer] = []
+
+
+def opened(thing: Opened) -> Opened:
+    """Remember to close it: a socket that is only forgotten keeps a failed test from ending."""
+    _opened.append(thing)
+    return thing
+
+
+@pytest.fixture(autouse=True)
+def close_what_was_opened() -> Iterator[None]:
+    yield
+    for thing in reversed(_opened):
+        if isinstance(thing, Channel):
+            thing.close(0.0)
+        else:
+            thing.close()
+    _opened.clear()
+
+
 class Network(NamedTuple):
     """How the two sides of a test are connected."""
 
@@ -38,7 +59,7 @@ class Network(NamedTuple):
     curve: bool
 
     def server(self, timing: Timing = FAST, keys: Keys | None = None) -> Server:
-        return Server(RUN, self.host, timing, MAX_BYTES, keys or (Keys.generate() if self.curve else None))
+        return opened(Server(RUN, self.host, timing, MAX_BYTES, keys or (Keys.generate() if self.curve else None)))
 
 
 networks = pytest.mark.parametrize(
@@ -69,10 +90,14 @@ def await_messages(server: Server, count: int) -> Arrived:
     return arrived
 
 
+def new_channel(address: Address, sender: Sender, timing: Timing) -> Channel:
+    return opened(Channel(address, sender, timing, MAX_BYTES))
+
+
 def channel_to(
     server: Server, name: str = "producer:0", timing: Timing = FAST, incarnation: int = 0, run_id: str = RUN
 ) -> Channel:
-    return Channel(server.address, Sender(run_id, name, incarnation), timing, MAX_BYTES).start()
+    return new_channel(server.address, Sender(run_id, name, incarnation), timing).start()
 
 
 def close(channel: Channel, server: Server, drain_seconds: float = GIVE_UP_SECONDS) -> bool:
@@ -100,7 +125,7 @@ class RawPeer:
 
     def __init__(self, address: Address, name: str = "producer:0", incarnation: int = 0, run_id: str = RUN) -> None:
         self.sender = Sender(run_id, name, incarnation)
-        self.dealer = Dealer(address, name.encode(), 1 << 30)
+        self.dealer = opened(Dealer(address, name.encode(), 1 << 30))
 
     def send_parts(self, parts: Sequence[Buffer]) -> None:
         deadline = time.monotonic() + GIVE_UP_SECONDS
@@ -120,7 +145,7 @@ class RawHub:
     """A hub without links."""
 
     def __init__(self) -> None:
-        self.router = Router(None, MAX_BYTES)
+        self.router = opened(Router(None, MAX_BYTES))
         self.address = self.router.address
 
     def await_header(self, until: Callable[[m.Header], bool] = lambda header: bool(header.sequence)) -> m.Header:
@@ -139,17 +164,13 @@ class RawHub:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    made = Network(None, False).server()
-    yield made
-    made.close()
+def server() -> Server:
+    return Network(None, False).server()
 
 
 @pytest.fixture
-def hub() -> Iterator[RawHub]:
-    made = RawHub()
-    yield made
-    made.router.close()
+def hub() -> RawHub:
+    return RawHub()
 
 
 # -------------------------------------------------------------------------------------------------------- delivery
@@ -208,10 +229,7 @@ def exchange(server: Server, names: list[str], count: int, timing: Timing = FAST
 @networks
 def test_thousands_of_messages_arrive_once_and_in_order_both_ways(network: Network) -> None:
     server = network.server()
-    try:
-        exchange(server, ["producer:0", "consumer:0"], count=1_000)
-    finally:
-        server.close()
+    exchange(server, ["producer:0", "consumer:0"], count=1_000)
 
 
 def test_a_connection_that_loses_and_repeats_messages_is_made_good(
@@ -247,7 +265,7 @@ def test_a_connection_that_loses_and_repeats_messages_is_made_good(
 @networks
 def test_what_is_sent_before_there_is_a_connection_does_not_wait_for_a_resend(network: Network) -> None:
     server = network.server(PATIENT)
-    channel = Channel(server.address, Sender(RUN, "producer:0"), PATIENT, MAX_BYTES)
+    channel = new_channel(server.address, Sender(RUN, "producer:0"), PATIENT)
     for number in range(5):
         channel.send(m.Trained(number))
     channel.start()
@@ -268,7 +286,7 @@ def test_several_messages_travel_together(server: Server) -> None:
 
 
 def test_routes_get_their_kinds_in_order_and_receive_gets_the_rest(server: Server) -> None:
-    channel = Channel(server.address, Sender(RUN, "consumer:0"), FAST, MAX_BYTES)
+    channel = new_channel(server.address, Sender(RUN, "consumer:0"), FAST)
     commits = channel.route(m.Committed, m.SnapshotRequest)
     channel.start()
     channel.send(m.Hello(0))
@@ -308,7 +326,6 @@ def test_a_sequence_out_of_turn_is_not_delivered_and_a_repeated_one_is_acknowled
     peer.send(1, m.Trained(1))
     assert serve(server, has_acknowledged) == []
     assert link.duplicates == 2
-    peer.dealer.close()
 
 
 def test_poll_returns_at_most_about_as_many_as_it_may(server: Server) -> None:
@@ -320,7 +337,6 @@ def test_poll_returns_at_most_about_as_many_as_it_may(server: Server) -> None:
         some = server.poll(1.0, limit=10)
         assert len(some) <= 11
         arrived.extend(some)
-    peer.dealer.close()
 
 
 # -------------------------------------------------------------------------------------------------------- restarts
@@ -361,7 +377,7 @@ def test_a_restarted_peer_starts_afresh_and_its_earlier_start_is_refused(network
 
 def test_a_channel_ignores_what_is_for_an_earlier_start_of_it(hub: RawHub) -> None:
     """Numbers and acknowledgements of an old connection would swallow messages of the new one."""
-    channel = Channel(hub.address, Sender(RUN, "producer:0", 1), PATIENT, MAX_BYTES).start()
+    channel = new_channel(hub.address, Sender(RUN, "producer:0", 1), PATIENT).start()
     channel.send(m.Trained(1))
     hub.await_header()
     hub.send(0, acknowledged=1_000, incarnation=0)
@@ -402,7 +418,6 @@ def test_messages_that_break_the_protocol_are_counted_and_everybody_else_is_serv
     channel.send(m.Trained(1))
     assert [message for _, message, _ in await_messages(server, 1)] == [m.Trained(1)]
     assert close(channel, server)
-    stranger.dealer.close()
 
 
 def test_a_message_above_the_limit_is_never_delivered(server: Server) -> None:
@@ -416,7 +431,6 @@ def test_a_message_above_the_limit_is_never_delivered(server: Server) -> None:
         assert [message for _, message, _ in await_messages(server, 1)] == [m.Want(number)]
     assert server.peers["producer:7"].link.received == 1
     assert close(channel, server)
-    stranger.dealer.close()
 
 
 @pytest.mark.parametrize("host", [None, "127.0.0.1"], ids=["ipc", "tcp"])
@@ -433,7 +447,7 @@ def test_nobody_without_the_key_of_the_run_gets_in(host: str | None, kind: str) 
             right.endpoint, other.server_public, right.client_public, right.client_secret
         ),
     }[kind]  # fmt: skip
-    intruder = Channel(address, Sender(RUN, "producer:9"), IMPATIENT, MAX_BYTES).start()
+    intruder = new_channel(address, Sender(RUN, "producer:9"), IMPATIENT).start()
     intruder.send(m.Trained(9))
     channel = channel_to(server)
     channel.send(m.Trained(1))
@@ -498,7 +512,7 @@ def assert_everything_raises(channel: Channel, route: Any, match: str) -> None:
 
 
 def failing_channel(address: Address, timing: Timing = FAST) -> tuple[Channel, Any]:
-    channel = Channel(address, Sender(RUN, "producer:0"), timing, MAX_BYTES)
+    channel = new_channel(address, Sender(RUN, "producer:0"), timing)
     route = channel.route(m.Committed)
     channel.start()
     channel.send(m.Hello(0))
@@ -592,7 +606,7 @@ def test_a_hub_that_breaks_the_protocol_ends_the_channel(hub: RawHub, fault: str
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_cannot_even_connect_leaves_nobody_waiting() -> None:
-    channel = Channel(Address("nonsense://"), Sender(RUN, "producer:0"), FAST, MAX_BYTES)
+    channel = new_channel(Address("nonsense://"), Sender(RUN, "producer:0"), FAST)
     route = channel.route(m.Committed)
     ends_in_time(channel.start)
     assert_everything_raises(channel, route, "broken down")
@@ -652,7 +666,7 @@ def test_closing_against_a_dead_hub_ends(network: Network) -> None:
 
 
 def test_closing_a_channel_that_never_ran_ends(server: Server) -> None:
-    channel = Channel(server.address, Sender(RUN, "producer:0"), FAST, MAX_BYTES)
+    channel = new_channel(server.address, Sender(RUN, "producer:0"), FAST)
     channel.send(m.Hello(0))
     assert ends_in_time(lambda: channel.close(GIVE_UP_SECONDS)) is False
 
@@ -677,7 +691,7 @@ def test_nothing_is_left_behind(network: Network) -> None:
 
 def test_waking_a_closed_socket_writes_into_nobody_elses_file(server: Server, tmp_path: Path) -> None:
     """The numbers of its descriptors belong to the next files that are opened."""
-    dealer = Dealer(server.address, b"producer:0", MAX_BYTES)
+    dealer = opened(Dealer(server.address, b"producer:0", MAX_BYTES))
     dealer.wake()
     dealer.close()
     files = [(tmp_path / str(number)).open("wb") for number in range(32)]
@@ -689,7 +703,7 @@ def test_waking_a_closed_socket_writes_into_nobody_elses_file(server: Server, tm
 
 
 def test_wake_ends_a_wait_from_another_thread(server: Server) -> None:
-    dealer = Dealer(server.address, b"producer:0", MAX_BYTES)
+    dealer = opened(Dealer(server.address, b"producer:0", MAX_BYTES))
     waiter = threading.Thread(target=dealer.wait, args=(10 * GIVE_UP_SECONDS,), daemon=True)
     waiter.start()
     for _ in range(100_000):  # far more than the pipe holds; none of them blocks

@@ -12,7 +12,9 @@ from zbgrpo.evaluation.report import pass_at_k, summarise, write_rows
 from zbgrpo.ledger.evaluation import EvaluationResult
 
 
-def result(row: int, ans_acc: list[float], error: str | None = None, lengths: list[int] | None = None) -> EvaluationResult:
+def result(
+    row: int, ans_acc: list[float], error: str | None = None, lengths: list[int] | None = None
+) -> EvaluationResult:
     num = len(ans_acc)
     return EvaluationResult(
         task="math",

@@ -216,7 +216,9 @@ def test_the_payload_is_not_written_to(groups: list[GroupPayload]) -> None:
         batch.advantages.zero_()
         batch.old_logprobs.zero_()
         batch.input_ids.zero_()
-    assert all(np.array_equal(a, b) for old, new in zip(before, groups, strict=True) for a, b in zip(old, new, strict=True))
+    assert all(
+        np.array_equal(a, b) for old, new in zip(before, groups, strict=True) for a, b in zip(old, new, strict=True)
+    )
 
 
 def test_no_groups_give_no_microbatch() -> None:

@@ -1,9 +1,9 @@
 """Makes the quickstart's task and model, without any download: `python -m zbgrpo.bench.quickstart FOLDER [--seed N]`.
 
 The model is a tiny Qwen2 that a short supervised warm-up teaches to add two numbers of two digits, from worked examples
-about half of which end in a slip: the stated answer is ten too low. So the model knows how to add and is still right only
-half of the time, on any question, seen or not. That is what GRPO can mend, for nearly every group has right and wrong
-responses. A policy that is always right on some questions and never on the others would leave it no signal.
+about half of which end in a slip: the stated answer is ten too low. So the model knows how to add and is still right
+only half of the time, on any question, seen or not. That is what GRPO can mend, for nearly every group has right and
+wrong responses. A policy that is always right on some questions and never on the others would leave it no signal.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _MAX_RESPONSE_TOKENS = 16  # a worked response has at most 14, with the end toke
 class WarmUp(NamedTuple):
     """Settings of the supervised warm-up. The defaults are the quickstart's; tests shorten it."""
 
-    num_steps: int = 1200
+    num_steps: int = 1000
     batch_size: int = 32
     learning_rate: float = 5e-3
     slip_share: float = 0.53
@@ -280,8 +280,8 @@ class _Pupil:
 def _teach(pupil: _Pupil, warm_up: WarmUp, say: Callable[[str], None]) -> float:
     """The warm-up: a main part of fixed length, then short corrections; returns the last validation accuracy.
 
-    The share of slips among the examples sets how often the model is right, for it learns to be as unsure as they are. What
-    chance leaves is corrected at the end, by examples all right or all wrong, until the accuracy is inside the target.
+    The share of slips among the examples sets how often the model is right, for it learns to be as unsure as they are.
+    What chance leaves is corrected at the end, by examples all right or all wrong, until the accuracy is in the target.
     """
     for step in range(1, warm_up.num_steps + 1):
         pupil.step(warm_up.batch_size, warm_up.learning_rate * _schedule(step, warm_up.num_steps), warm_up.slip_share)

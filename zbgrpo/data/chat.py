@@ -31,8 +31,9 @@ class UsableRows(NamedTuple):
 class PromptRenderer:
     """Renders prompts with the chat template of one tokenizer.
 
-    The template is applied once to all messages of a row and asks for an answer (add_generation_prompt). Its text is encoded
-    without extra special tokens: a beginning-of-sequence token is there once if the template writes one, never twice.
+    The template is applied once to all messages of a row and asks for an answer (add_generation_prompt). Its text is
+    encoded without extra special tokens: a beginning-of-sequence token is there once if the template writes one, never
+    twice.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, system_prompt: str | None, max_prompt_tokens: int) -> None:
@@ -42,8 +43,8 @@ class PromptRenderer:
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ModelError(
-                "the tokenizer has no chat template (base models often lack one): give one that has, for instance that of "
-                "the instruct model of the same family, with --tokenizer-path"
+                "the tokenizer has no chat template (base models often lack one): give one that has, for instance that "
+                "of the instruct model of the same family, with --tokenizer-path"
             )
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt

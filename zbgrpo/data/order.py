@@ -11,8 +11,8 @@ _DOMAIN = 0x6F72646572  # "order" in ASCII: keeps this stream apart from other u
 def permutation(num_items: int, seed: int, stream: int) -> np.ndarray:
     """Random permutation of range(num_items), int32 [num_items]; (seed, stream) fixes it on every machine.
 
-    Sorts the raw words of the counter-based generator Philox. numpy promises that the raw stream of a bit generator stays
-    the same between releases, which it does not promise for `Generator.permutation`.
+    Sorts the raw words of the counter-based generator Philox. numpy promises that the raw stream of a bit generator
+    stays the same between releases, which it does not promise for `Generator.permutation`.
     """
     if num_items < 0:
         raise ValueError(f"num_items must not be negative, got {num_items}")

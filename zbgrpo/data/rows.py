@@ -1,14 +1,13 @@
 """Reads the rows of a data set: JSON Lines (.gz too), parquet, or a Hugging Face `datasets` name.
 
-A row is `{"messages": {...} or [...], "gt_answer": "42"}` or `{"messages": ..., "test_cases": {...}}`; more keys are kept
-as they are.
+A row is `{"messages": {...} or [...], "gt_answer": "42"}` or `{"messages": ..., "test_cases": {...}}`; other keys
+are kept as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gzip
-import importlib
 import json
 import math
 import os
@@ -26,9 +25,10 @@ _BOM = b"\xef\xbb\xbf"
 _PARQUET_SUFFIXES = (".parquet", ".pq")
 _FILE_SUFFIXES = (".jsonl", ".json", ".ndjson", ".gz", *_PARQUET_SUFFIXES)
 
-# What is left of a LaTeX command whose backslash JSON took for an escape: "\neq" is a line feed and "eq". Form feed ("\frac"),
-# backspace ("\beta") and tab ("\text") have no place in an answer at all; line ends have, unless one of these follows.
-_BROKEN_LATEX = re.compile(r"\n(?:eq|abla|ot|mid|u\b)|\r(?:ho|ight|angle|m\b|ceil|floor)")
+# JSON takes the backslash of an unescaped LaTeX command for an escape: "\frac" becomes a form feed and "rac". A form
+# feed, a backspace ("\beta") or a tab ("\text") has no place in an answer. A line end has, unless it is a carriage return
+# alone ("\rho") or the start of one of these ("\neq", "\nu").
+_BROKEN_LATEX = re.compile(r"\n(?:eq|abla|ot|otin|u)(?![A-Za-z])|\r(?!\n)")
 
 
 class Row(NamedTuple):
@@ -57,8 +57,8 @@ def load_rows(path: str, skip_bad_rows: bool) -> LoadedRows:
     """Reads all rows of `path`.
 
     A path that is no file is taken for the name of a Hugging Face data set, of which the `train` split is read, if that
-    package is there. A bad row raises `DataError` as `file:line: reason`, or is counted with `skip_bad_rows`. A file that
-    is missing, damaged or without any usable row is a `DataError` in both cases.
+    package is there. A bad row raises `DataError` as `file:line: reason`, or is counted with `skip_bad_rows`. A file
+    that is missing, damaged or without any usable row is a `DataError` in both cases.
     """
     rows: list[Row] = []
     num_bad = 0
@@ -78,8 +78,8 @@ def load_rows(path: str, skip_bad_rows: bool) -> LoadedRows:
     return LoadedRows(rows, num_bad, first_bad)
 
 
-# A source yields (1-based number, raw row): the bytes of a JSON line, or an object. It parses nothing itself, so that a bad
-# row ends neither the iteration nor the numbering.
+# A source yields (1-based number, raw row): the bytes of a JSON line, or an object. It parses nothing itself, so that a
+# bad row ends neither the iteration nor the numbering.
 _Source = Iterator[tuple[int, Any]]
 
 
@@ -127,7 +127,7 @@ def _parse_json(raw: bytes) -> Any:
 
 def _read_parquet(file: Path) -> _Source:
     try:
-        parquet = importlib.import_module("pyarrow.parquet")
+        from pyarrow import parquet
     except ImportError as error:
         raise DataError(f"{file}: parquet needs pyarrow (pip install pyarrow)") from error
     try:
@@ -142,7 +142,7 @@ def _read_parquet(file: Path) -> _Source:
 
 def _read_datasets(name: str) -> _Source:
     try:
-        datasets = importlib.import_module("datasets")
+        import datasets
     except ImportError as error:
         raise DataError(
             f"{name}: no such file; to load it as a Hugging Face data set, install `datasets` (pip install datasets)"

@@ -12,6 +12,7 @@ one log, but never contradict another.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -42,7 +43,7 @@ INVARIANTS = {
     "versions": "producers never go back to an older version, and sample only with versions they have applied",
     "weights": "every applied version was published, and its parameters have the digest of what was published",
     "resume": "a resumed log goes on right behind a snapshot",
-    "end": "nothing is live after a finished run",
+    "end": "after a finished run nothing is live and every planned step has committed",
 }
 """Name and statement of everything that is checked."""
 
@@ -54,7 +55,7 @@ class LedgerReport:
     invariants: tuple[Invariant, ...]
     """In the order of `INVARIANTS`."""
     state: str
-    """`end`: finished; `stop`: stopped; `open`: killed, failed or still running."""
+    """`end`: finished, and the summary says so; `stop`: asked to stop; `open`: killed, failed or still running."""
     version: int
     """Committed steps by the hub's log."""
     num_starts: int
@@ -85,7 +86,8 @@ def check_logs(log_dir: Path) -> LedgerReport:
     torn: list[str] = []
     _read(folder / "hub.jsonl", hub.handle, torn)
     hub.finish()
-    join = _Join(config, hub, invariants)
+    state = _check_end(hub, _finished_totals(log_dir, hub), invariants)
+    join = _Join(config, hub, invariants, finished=state == "end")
     num_consumers = config.cluster.num_trainers or 0
     for rank in range(num_consumers):
         consumer = _ConsumerLog(join, rank)
@@ -97,14 +99,12 @@ def check_logs(log_dir: Path) -> LedgerReport:
         producer.finish()
     join.finish()
     _check_token_lag(invariants["token-lag"], config, join.max_lag, read_metrics(log_dir))
-    kinds = ("leased", "consumed", "filtered", "dropped", "returned", "taken back")
-    totals = {kind: hub.counts[kind] for kind in kinds} | {"live": hub.num_live}
     return LedgerReport(
         invariants=tuple(invariants.values()),
-        state=hub.state,
+        state=state,
         version=hub.version,
         num_starts=hub.life + 1,
-        totals=totals,
+        totals=hub.totals,
         num_unconfirmed=join.num_unconfirmed + len(torn),
     )
 
@@ -120,6 +120,37 @@ def _read(path: Path, handle: Callable[[Event], None], torn: list[str]) -> None:
             raise RunFolderError(f"{path}:{number}: not an event of this program: {error!r}") from error
 
 
+def _finished_totals(log_dir: Path, hub: HubReplay) -> dict[str, int] | None:
+    """The totals of summary.json; None unless it tells of the end that the hub has planned.
+
+    The plan alone proves nothing: END is planned while the last steps are still being trained.
+    """
+    path = log_dir / "summary.json"
+    if hub.state != "end" or not path.exists():
+        return None
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        finished = summary["exit_reason"] == "finished" and summary["steps"] == hub.planned_version
+        return dict(summary["ledger"]) if finished else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"{path}: not a summary of this program: {error!r}") from error
+
+
+def _check_end(hub: HubReplay, summary: dict[str, int] | None, invariants: dict[str, Invariant]) -> str:
+    """What must hold at the end of a run, if it came there; the state of the report."""
+    if summary is None:
+        return "open" if hub.state == "end" else hub.state
+    live = hub.totals["live"]
+    invariants["end"].expect(not live, "{} leases are live after the end; the first: {}", live, hub.first_live)
+    text = "the plan ends with step {}, the hub committed {}"
+    invariants["end"].expect(hub.planned_version == hub.version, text, hub.planned_version, hub.version)
+    # A snapshot counts live groups as not leased, so the hub's totals leave out what a resume took back.
+    totals = {**hub.totals, "leased": hub.totals["leased"] - hub.totals["taken back"]}
+    agree = all(summary.get(kind, count) == count for kind, count in totals.items())
+    invariants["accounting"].expect(agree, "the summary has {}, the hub's log {}", summary, totals)
+    return "end"
+
+
 def _ranks_in(folder: Path) -> list[int]:
     names = (re.fullmatch(r"rank-(\d+)\.jsonl", path.name) for path in folder.iterdir())
     return [int(name[1]) for name in names if name]
@@ -128,9 +159,8 @@ def _ranks_in(folder: Path) -> list[int]:
 class _Join:
     """What all logs together say. Logs of ranks are read after the hub's, consumers first, then `finish`."""
 
-    def __init__(self, config: RunConfig, hub: HubReplay, invariants: dict[str, Invariant]) -> None:
-        self.config, self.hub, self.invariants = config, hub, invariants
-        self.finished = hub.state == "end"
+    def __init__(self, config: RunConfig, hub: HubReplay, invariants: dict[str, Invariant], *, finished: bool) -> None:
+        self.config, self.hub, self.invariants, self.finished = config, hub, invariants, finished
         self.published: dict[int, str] = {}
         self.saved_version = hub.restored[-1] if hub.restored else 0
         self.consumer_versions: list[int] = []

@@ -111,6 +111,10 @@ class Consumer:
         return phases.EVAL if self.evaluating and alone else phases.STARVED
 
     def _take_messages(self) -> None:
+        with self.time.phase(phases.BUSY if self._trained_any else phases.STARTUP):
+            self._take_messages_now()
+
+    def _take_messages_now(self) -> None:
         self.check_alive()
         if self.publisher is not None:
             self.publisher.check()
@@ -155,7 +159,13 @@ class Consumer:
             self._trained_any = True
         with self.time.phase(phases.BUSY):
             self.trainer.train_minibatch([group.payload for group in groups], entry.version)
-        self.channel.send(m.Trained(entry.sequence))
+            self.channel.send(m.Trained(entry.sequence))
+            self._log_trained(entry, groups)
+            self._step_groups += groups
+        if entry.closes_step:
+            self._commit(entry)
+
+    def _log_trained(self, entry: PlanEntry, groups: list[TrainGroup]) -> None:
         for header, _ in groups:
             self.events.append(
                 "trained",
@@ -166,9 +176,6 @@ class Consumer:
                 oldest=header.oldest_version,
                 newest=header.newest_version,
             )
-        self._step_groups += groups
-        if entry.closes_step:
-            self._commit(entry)
 
     def _commit(self, entry: PlanEntry) -> None:
         with self.time.phase(phases.BUSY):
@@ -202,6 +209,9 @@ class Consumer:
         if version == self.saved_version and version > 0:
             return
         with self.time.phase(phases.CHECKPOINT):
+            if (recorder := self.recorder) is not None:
+                # A state vouches for the lines of all its steps.
+                self._wait_for(lambda: recorder.num_waiting == 0 or None, "the last step's report")
             token = f"{self.run_id[:8]}-{version}"
             saving.save_state(
                 self.config, self.trainer, self.group, self.rank, version, token, lambda: self._ledger_state(version)

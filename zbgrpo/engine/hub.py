@@ -21,7 +21,7 @@ from zbgrpo.engine.hub_process import child_main
 from zbgrpo.engine.hub_spec import HubSpec
 from zbgrpo.ledger.evaluation import EvaluationBook
 from zbgrpo.ledger.ledger import Ledger
-from zbgrpo.ledger.records import PlanEntry, PlanKind
+from zbgrpo.ledger.records import Lease, PlanEntry, PlanKind
 from zbgrpo.observe.events import EventLog
 from zbgrpo.transport import messages as m
 from zbgrpo.transport.plan_stream import PlanPublisher, StoredGroup
@@ -48,6 +48,7 @@ class Hub:
             self.ledger.restore(spec.restored)
         self.evaluation = EvaluationBook(spec.eval_rows, spec.num_producers, spec.leases_per_producer)
         self.events = EventLog(spec.events_path)
+        self.events.append("started", run=spec.run_id, ring=ring.path, version=self.ledger.version)
         self.groups: dict[int, StoredGroup] = {}
         local = {reader.name: reader.dp_index for reader in spec.readers if reader.node == spec.node}
         self.publisher = PlanPublisher(ring, local, server.send)
@@ -114,9 +115,13 @@ class Hub:
         return not self._expected
 
     def _advance(self) -> None:
+        granted: dict[int, list[Lease]] = {}
         for producer, lease in self.ledger.grant():
-            self._granted[producer] += 1
-            self.server.send(_producer(producer), m.Leases([lease]))
+            granted.setdefault(producer, []).append(lease)
+        for producer, leases in granted.items():
+            # All in one message: a producer must not begin a synchronous round with a part of it.
+            self._granted[producer] += len(leases)
+            self.server.send(_producer(producer), m.Leases(leases))
         for entry in self.ledger.plan():
             self._publish(entry)
         self._advance_evaluation()

@@ -92,17 +92,19 @@ class Producer:
         self._asked = (-1, -1)
         self._turns = 0
         self._stop_sent = False
+        self._verdicts: list[m.Message] = []
 
     def run(self) -> str:
         """The loop. Returns why the run ended (`end`, `stop`)."""
         while self.finished is None:
-            self._take_messages()
-            self._apply_new_weights()
-            self._ask_for_leases()
-            responses = self._decode()
-            self._submit_for_scoring(responses)
-            self._send_scored()
-            self._report()
+            with self.time.phase(phases.BUSY):  # what follows books its waiting, and the empty slots, itself
+                self._take_messages()
+                self._apply_new_weights()
+                self._ask_for_leases()
+                responses = self._decode()
+                self._submit_for_scoring(responses)
+                self._send_scored()
+                self._report()
         self._send_times()
         return self.finished
 
@@ -242,11 +244,15 @@ class Producer:
             elif (ready := self._judge(work, work.lease, outcomes)) is not None:
                 headers.append(ready[0])
                 tensors.append(ready[1])
+        if not scored:
+            return
+        self.events.flush()  # first, so that nothing is known of a group that this log does not have
         if headers:
             frames: list[Buffer] = join_groups(tensors)
             self.channel.send(m.Groups(headers), frames=frames)
-        if scored:
-            self.events.flush()
+        if self._verdicts:
+            self.channel.send(*self._verdicts)
+            self._verdicts.clear()
 
     def _judge(
         self, work: _Work, lease: Lease, outcomes: list[ScoreOutcome]
@@ -257,7 +263,7 @@ class Producer:
             detail = f"row {work.row.line}: {failed.error}"
             logger.warning("group %s has no reward: %s", lease.uid, detail)
             if failed.infrastructure:
-                self.channel.send(m.Returned(lease.lease_id, detail))
+                self._verdicts.append(m.Returned(lease.lease_id, detail))
                 self._log("returned", lease, detail=detail)
             else:
                 self._drop(lease, DropReason.REWARD_ERROR, detail)
@@ -306,7 +312,7 @@ class Producer:
         )
 
     def _filter(self, lease: Lease, payload: GroupPayload) -> None:
-        self.channel.send(
+        self._verdicts.append(
             m.Filtered(
                 lease.lease_id,
                 float(payload.ans_acc.mean()),
@@ -320,7 +326,7 @@ class Producer:
         self._log("filtered", lease, accuracy=float(payload.ans_acc.mean()))
 
     def _drop(self, lease: Lease, reason: DropReason, detail: str) -> None:
-        self.channel.send(m.Dropped(lease.lease_id, reason.value, detail))
+        self._verdicts.append(m.Dropped(lease.lease_id, reason.value, detail))
         self._log("dropped", lease, reason=reason.value, detail=detail)
 
     def _send_evaluation(self, work: _Work, outcomes: list[ScoreOutcome]) -> None:

@@ -101,7 +101,7 @@ class _Base:
         return [frame.buffer for frame in frames]
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        """Close. What has not been handed to the network within `linger_seconds` is gone: drain by acknowledgements
+        """Close; again changes nothing. What has not been handed to the network within `linger_seconds` is gone: drain by acknowledgements
         first; the last acknowledgement itself has nobody to wait for and is what the lingering is for."""
         linger = int(linger_seconds * 1000)
         self._socket.close(linger=linger)
@@ -163,6 +163,8 @@ class Router(_Base):
         return True
 
     def close(self, linger_seconds: float = 0.0) -> None:
+        if self._closed:
+            return
         if self._authenticator is not None:
             self._authenticator.stop()
         super().close(linger_seconds)

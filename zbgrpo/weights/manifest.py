@@ -123,8 +123,8 @@ _MODULUS = (1 << 61) - 1
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """A position-sensitive 61-bit checksum of names and bytes, equal on every device. Detects accidents, not attacks.
 
-    Each chunk of 2^18 32-bit words is multiplied, modulo 2^32, by odd weights and summed; the sums are hashed as a
-    polynomial modulo 2^61 - 1.
+    Each chunk of 2^18 32-bit words is multiplied by odd 32-bit weights and summed, modulo 2^64 (modulo 2^32, two
+    flipped signs would cancel); the sums are hashed as a polynomial modulo 2^61 - 1.
     """
     total = 0
     weights: dict[torch.device, Tensor] = {}
@@ -132,8 +132,8 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
         words = _words(tensor.detach())
         if words.device not in weights:
             steps = torch.arange(_CHUNK, dtype=torch.int64) * 2654435761 * 2 + 1
-            weights[words.device] = (steps & 0xFFFFFFFF).to(torch.int32).to(words.device)
-        sums = [(chunk * weights[words.device][: len(chunk)]).sum(dtype=torch.int64) for chunk in words.split(_CHUNK)]
+            weights[words.device] = (steps & 0xFFFFFFFF).to(words.device)
+        sums = [(chunk.to(torch.int64) * weights[words.device][: len(chunk)]).sum() for chunk in words.split(_CHUNK)]
         for value in (*name.encode(), *(torch.stack(sums).tolist() if sums else ())):
             total = (total * 1_000_003 + value) % _MODULUS
     return f"{total:016x}"

@@ -58,6 +58,7 @@ class WeightSubscriber:
             self._live[name].data = view
         self._lock = threading.Lock()
         self._ready: Incoming | None = None
+        self._unreported: int | None = None  # applied, and its live digest not yet taken
         self._failure: ZbgrpoError | None = None
         self._jobs: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self.applied_version = -1
@@ -90,7 +91,8 @@ class WeightSubscriber:
                 self._live[name].data = view
             self._shadow, self._current = self._current, self._shadow
             self._ready, self.applied_version = None, incoming.version
-        self._jobs.put(("digest", incoming.version))
+            self._unreported = incoming.version
+        self._jobs.put(("report", incoming.version))
         return incoming
 
     def close(self) -> None:
@@ -107,19 +109,26 @@ class WeightSubscriber:
                 if kind == "receive":
                     self._receive(version)
                 else:
-                    self._on_applied(
-                        version, digest({spec.name: self._live[spec.name] for spec in self._manifest.specs})
-                    )
+                    self._report()
         except ZbgrpoError as error:
             self._failure = error
         except (RuntimeError, dist.DistError) as error:
             self._failure = WeightSyncError(f"receiving new weights failed: {reason_of(error)}")
+
+    def _report(self) -> None:
+        """Tell the digest of what was applied last. Runs before the next version can be READY, so that nothing is
+        applied meanwhile and every report is of the tensors of its own version."""
+        with self._lock:
+            version, self._unreported = self._unreported, None
+        if version is not None:
+            self._on_applied(version, digest({spec.name: self._live[spec.name] for spec in self._manifest.specs}))
 
     def _receive(self, version: int) -> None:
         start = time.monotonic()
         with self._lock:
             self._ready = None
             shadow = self._shadow
+        self._report()
         trailer = torch.zeros(2, dtype=torch.int64, device=self._device)
         works = [
             dist.broadcast(tensor, src=self._source_rank, group=self._group, async_op=True)
