@@ -110,6 +110,20 @@ def test_never_an_index_of_probability_zero(vocabulary: int, value: float) -> No
             assert token == positive[-1]
 
 
+def test_a_draw_at_the_edge_of_a_block_falls_on_no_zero_behind_it() -> None:
+    """Sums in another order round otherwise: the target may lie above a block's own sum and below the next block."""
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        weights = 10.0 ** generator.uniform(-14, 0, 512)  # so far apart that float64 sums round
+        weights[250:262] = 0.0
+        logits = torch.tensor(weights, dtype=torch.float32).log()[None]
+        blocks = torch.log_softmax(logits, -1).exp().view(2, 256).sum(-1, dtype=torch.float64).cumsum(0)
+        edge = float(blocks[0] / blocks[1])
+        draws = edge + np.arange(-8, 9) * np.spacing(edge)
+        tokens = sample(logits.expand(len(draws), -1), np.ones(len(draws)), draws, None, 1.0)[0].numpy()
+        assert (weights[tokens] > 0).all()
+
+
 def test_every_index_is_drawn_at_the_middle_of_its_interval() -> None:
     generator = np.random.default_rng(3)
     weights = torch.tensor(generator.random(1000) + 0.01)

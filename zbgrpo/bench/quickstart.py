@@ -285,7 +285,7 @@ def _teach(pupil: _Pupil, warm_up: WarmUp, say: Callable[[str], None]) -> float:
     """
     for step in range(1, warm_up.num_steps + 1):
         pupil.step(warm_up.batch_size, warm_up.learning_rate * _schedule(step, warm_up.num_steps), warm_up.slip_share)
-        if step % max(1, warm_up.num_steps // 3) == 0:
+        if step % max(1, warm_up.num_steps // 4) == 0:
             say(f"  step {step} of {warm_up.num_steps}: sampled accuracy {pupil.accuracy(pupil.validation):.2f}")
     low, high = warm_up.target
     rate = warm_up.correction_rate

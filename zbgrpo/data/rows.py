@@ -26,8 +26,8 @@ _PARQUET_SUFFIXES = (".parquet", ".pq")
 _FILE_SUFFIXES = (".jsonl", ".json", ".ndjson", ".gz", *_PARQUET_SUFFIXES)
 
 # JSON takes the backslash of an unescaped LaTeX command for an escape: "\frac" becomes a form feed and "rac". A form
-# feed, a backspace ("\beta") or a tab ("\text") has no place in an answer. A line end has, unless it is a carriage return
-# alone ("\rho") or the start of one of these ("\neq", "\nu").
+# feed, a backspace ("\beta") or a tab ("\text") has no place in an answer. A line end has, unless it is a carriage
+# return alone ("\rho") or the start of one of these ("\neq", "\nu").
 _BROKEN_LATEX = re.compile(r"\n(?:eq|abla|ot|otin|u)(?![A-Za-z])|\r(?!\n)")
 
 

@@ -287,11 +287,12 @@ class _ConsumerLog:
         same = (step, event["crc"], oldest) == (lease.step, lease.crc, lease.oldest)
         join.expect("training", same, text, self.rank, lease, step, event["crc"], lease.step, lease.crc)
         mine = self.rank in join.ranks_of(lease.dp_index)
-        join.expect("training", mine, "rank {}: trained {} of rank {}'s share", self.rank, lease, lease.dp_index)
+        join.expect("training", mine, "rank {}: trained {} of data-parallel rank {}", self.rank, lease, lease.dp_index)
 
     def _commit(self, version: int, skipped: bool) -> None:
         join, commits = self.join, self.join.hub.commits
-        join.expect("steps", version == self.version + 1, "rank {}: {} follows {}", self.rank, version, self.version)
+        text = "rank {}: version {} follows {}"
+        join.expect("steps", version == self.version + 1, text, self.rank, version, self.version)
         self.version = version
         if version in commits or not join.tolerates(version > join.hub.version):
             text = "rank {}: commits version {} (skipped: {}), the hub says {}"

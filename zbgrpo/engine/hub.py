@@ -62,7 +62,7 @@ class Hub:
         self._due_evaluation: int | None = self.ledger.version if spec.eval_rows and spec.evaluate_first else None
         if self._due_evaluation is not None:
             self.ledger.evaluating, self.ledger.evaluated_version = True, self._due_evaluation
-        self._snapshot_due: int | None = None
+        self._snapshots_due: set[int] = set()
         self._failure: str | None = None
         self._finished: str | None = None
         self._ended_at = 0.0
@@ -133,7 +133,7 @@ class Hub:
             if self.ledger.version == entry.version:
                 self._send_snapshot(entry.version)
             else:
-                self._snapshot_due = entry.version
+                self._snapshots_due.add(entry.version)
         elif entry.kind is PlanKind.EVAL:
             self._due_evaluation = entry.version
         ids = [lease_id for rank in entry.ranks for lease_id in rank]
@@ -238,8 +238,8 @@ class Hub:
         if name != "consumer:0":
             return
         self.ledger.commit(message.version, message.skipped)
-        if self._snapshot_due == message.version:
-            self._snapshot_due = None
+        if message.version in self._snapshots_due:
+            self._snapshots_due.discard(message.version)
             self._send_snapshot(message.version)
         report = m.StepReport(
             message.version, self.ledger.counts(), min(self.ledger.applied), self.filtered, dict(self.times)

@@ -104,6 +104,7 @@ class HubReplay:
         self._consumed_now: list[int] = []
         self._last_kind = ""
         self._handlers: dict[str, Callable[[Event], None]] = {
+            "started": self._start,
             "hello": self._hello,
             "applied": self._apply,
             "leased": self._lease,
@@ -159,6 +160,10 @@ class HubReplay:
         self._ranks: dict[str, int] = {}  # by the name of the peer
         self._held: dict[int, int] = {}  # producer -> version
         self._sequence, self._step, self.state = 0, self.version, "open"
+
+    def _start(self, event: Event) -> None:
+        if self.line > 1:
+            self._resume()
 
     def _hello(self, event: Event) -> None:
         if event["peer"] in self._ranks or self._last_kind == "snapshot":

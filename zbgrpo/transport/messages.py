@@ -182,11 +182,13 @@ class ReleaseVersion(Struct, frozen=True, tag=True):
 
 
 class PlanFor(Struct, frozen=True, tag=True):
-    """Hub or relay -> reader: an entry, with the ring records of this rank's groups."""
+    """Hub or relay -> reader: an entry, with the ring records of this rank's groups; more of them follow until
+    `complete`."""
 
     entry: PlanEntry
     groups: list[GroupHeader] = []
     records: list[Descriptor] = []
+    complete: bool = True
 
 
 class PlanRelay(Struct, frozen=True, tag=True):

@@ -45,8 +45,10 @@ class PlannedEntry(NamedTuple):
 class PlanPublisher:
     """Writes the groups of each entry into the ring and tells the readers, strictly in plan order.
 
-    States of an entry: QUEUED (no room yet) -> SENT. Invariant: an entry is sent to all local readers, and only after
-    all entries before it. It never waits: `pump` goes on when a reader's release has made room.
+    States of an entry: QUEUED -> PARTLY SENT (its next group has no room yet) -> SENT. Invariant: an entry is sent to
+    all local readers, and nothing of it before the end of the entry before it. Groups are told as soon as they are
+    written, so that readers make room for the next: the ring need only hold one group, whatever the size of an entry.
+    It never waits: `pump` goes on when a reader's release has made room.
     """
 
     def __init__(self, ring: RingWriter, readers: Mapping[str, int], send: Callable[[str, Message], None]) -> None:
@@ -54,11 +56,11 @@ class PlanPublisher:
         self._ring, self._send = ring, send
         self._readers = list(readers.items())
         self._index = {name: number for number, name in enumerate(readers)}
-        self._queue: deque[tuple[PlanEntry, dict[int, StoredGroup], dict[int, Descriptor]]] = deque()
+        self._queue: deque[tuple[PlanEntry, deque[StoredGroup]]] = deque()
 
     def publish(self, entry: PlanEntry, groups: Mapping[int, StoredGroup]) -> None:
-        """Queue an entry with the groups (by lease id) of this node's ranks."""
-        self._queue.append((entry, dict(groups), {}))
+        """Queue an entry with the groups (by lease id, in the order of `entry.ranks`) of this node's ranks."""
+        self._queue.append((entry, deque(groups.values())))
         self.pump()
 
     def released(self, reader: str, sequences: Sequence[int]) -> None:
@@ -70,19 +72,29 @@ class PlanPublisher:
     def pump(self) -> None:
         """Send whatever now fits."""
         while self._queue:
-            entry, groups, written = self._queue[0]
-            for lease_id, group in groups.items():
-                if lease_id in written:
-                    continue
-                readers = [i for i, (_, dp) in enumerate(self._readers) if lease_id in entry.ranks[dp]]
-                descriptor = self._ring.try_write(group.frames, readers)
-                if descriptor is None:
-                    return
-                written[lease_id] = descriptor
+            entry, waiting = self._queue[0]
+            written = self._write(entry, waiting)
             for name, dp_index in self._readers:
-                mine = entry.ranks[dp_index] if entry.ranks else []
-                self._send(name, PlanFor(entry, [groups[i].header for i in mine], [written[i] for i in mine]))
+                mine = [pair for pair in written if pair[0].lease_id in entry.ranks[dp_index]]
+                if mine or not waiting:
+                    headers, descriptors = [header for header, _ in mine], [descriptor for _, descriptor in mine]
+                    self._send(name, PlanFor(entry, headers, descriptors, complete=not waiting))
+            if waiting:
+                return
             self._queue.popleft()
+
+    def _write(self, entry: PlanEntry, waiting: deque[StoredGroup]) -> list[tuple[GroupHeader, Descriptor]]:
+        """Move as many groups as fit from `waiting` into the ring."""
+        written = []
+        while waiting:
+            header, frames = waiting[0]
+            readers = [i for i, (_, dp) in enumerate(self._readers) if header.lease_id in entry.ranks[dp]]
+            descriptor = self._ring.try_write(frames, readers)
+            if descriptor is None:
+                break
+            waiting.popleft()
+            written.append((header, descriptor))
+        return written
 
     @property
     def num_queued(self) -> int:
@@ -96,6 +108,8 @@ class PlanReader:
         self._channel, self._ring = channel, ring
         self._source = channel.route(PlanFor)
         self._ready: queue.SimpleQueue[PlannedEntry | ZbgrpoError] = queue.SimpleQueue()
+        self._groups: list[TrainGroup] = []
+        """Groups of the entry that is not complete yet."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="plan-reader", daemon=True)
 
@@ -131,22 +145,23 @@ class PlanReader:
                 received = self._channel.take(self._source, 0.2)
                 if received is not None:
                     assert isinstance(received.message, PlanFor)
-                    self._ready.put(self._read(received.message))
+                    self._read(received.message)
         except ZbgrpoError as error:
             stopped = error
         finally:
             self._ready.put(stopped)
 
-    def _read(self, plan: PlanFor) -> PlannedEntry:
+    def _read(self, plan: PlanFor) -> None:
         if len(plan.groups) != len(plan.records):
             raise ProtocolError(f"a plan entry of {len(plan.groups)} groups with {len(plan.records)} ring records")
-        groups = []
         for header, descriptor in zip(plan.groups, plan.records, strict=True):
             record = self._ring.read(descriptor)
             views = split_frames(memoryview(record), frame_lengths(header))
             if payload_crc(views) != header.crc:
                 raise ProtocolError(f"group {header.lease_id} was changed on its way: its checksum does not match")
-            groups.append(TrainGroup(header, payload_from_views(header, views)))
+            self._groups.append(TrainGroup(header, payload_from_views(header, views)))
         if plan.records:
             self._channel.send(Release([descriptor.sequence for descriptor in plan.records]))
-        return PlannedEntry(plan.entry, groups)
+        if plan.complete:
+            self._ready.put(PlannedEntry(plan.entry, self._groups))
+            self._groups = []

@@ -111,6 +111,8 @@ class Server:
         They close when their goodbye is acknowledged. A connection that breaks takes unread messages with it, so a hub
         that closed first would make them wait for that acknowledgement in vain.
         """
+        if self._router.closed:
+            return
         deadline = time.monotonic() + _LINGER_SECONDS
         leaving = [peer for peer in self.peers.values() if peer.left]
         while leaving and time.monotonic() < deadline:

@@ -73,7 +73,7 @@ class _Base:
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._wake_lock = threading.Lock()
-        self._closed = False
+        self.closed = False
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
@@ -82,7 +82,7 @@ class _Base:
         """End a running `wait` early. The only method that other threads may call."""
         # Under a lock, because after `close` the number of the descriptor may belong to somebody else's file.
         with self._wake_lock, contextlib.suppress(BlockingIOError):  # the pipe is full: the waiter wakes anyway
-            if not self._closed:
+            if not self.closed:
                 os.write(self._wake_write, b"x")
 
     def wait(self, timeout_seconds: float, or_writable: bool = False) -> bool:
@@ -101,14 +101,15 @@ class _Base:
         return [frame.buffer for frame in frames]
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        """Close; again changes nothing. What has not been handed to the network within `linger_seconds` is gone: drain by acknowledgements
-        first; the last acknowledgement itself has nobody to wait for and is what the lingering is for."""
+        """Close; a second time changes nothing. What has not been handed to the network within `linger_seconds` is
+        gone: drain by acknowledgements first. The last acknowledgement itself has nobody to wait for and is what the
+        lingering is for."""
         linger = int(linger_seconds * 1000)
         self._socket.close(linger=linger)
         self._context.destroy(linger=linger)
         with self._wake_lock:
-            if not self._closed:
-                self._closed = True
+            if not self.closed:
+                self.closed = True
                 os.close(self._wake_read)
                 os.close(self._wake_write)
 
@@ -163,7 +164,7 @@ class Router(_Base):
         return True
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        if self._closed:
+        if self.closed:
             return
         if self._authenticator is not None:
             self._authenticator.stop()
