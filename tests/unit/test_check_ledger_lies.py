@@ -233,6 +233,7 @@ LIES: list[tuple[str, str, Callable[[World], Any]]] = [
     ("weights", "version 2 was published with digest digest-2 and again with x", _set(0, "published", 3, digest="x")),
     ("weights", "the hub has version 1 applied with digest digest-1, the producer None", _drop(2, "applied", 1)),
     ("resume", "a new start behind a line of kind 'plan', not behind the snapshot of version 2", _forget_snapshot),
+    ("resume", "a start from version 1, but 2 is committed", _set("hub", "started", 1, version=1)),
     ("resume", "snapshot of 1, committed is 2", _set("hub", "snapshot", version=1)),
     ("end", "1 leases are live after the end; the first: lease 21 (uid 0:21", _leave_one_live),
     ("end", "the plan ends with step 4, the hub committed 3", _end_without_last_commit),

@@ -40,14 +40,14 @@ def rollout_file(folder: Path, num_groups: int = 1) -> Path:
 
 
 def log_folder(folder: Path, *hub: dict[str, object]) -> Path:
-    """The logs of a run that was killed while its ranks said hello."""
+    """The logs of a run that was killed soon after its start."""
     (folder / "events").mkdir()
     (folder / "config.yaml").write_text(dump_yaml(load_yaml("cluster: {num_trainers: 1, num_inferencer: 1}")))
     (folder / "events" / "hub.jsonl").write_text("".join(json.dumps(line) + "\n" for line in hub))
     return folder
 
 
-HELLO = {"kind": "hello", "peer": "consumer:0", "rank": 0, "node": 0}
+STARTED = {"kind": "started", "run": "0a1b", "version": 0}
 COMMIT = {"kind": "commit", "version": 7, "skipped": False}
 
 
@@ -126,7 +126,7 @@ def test_rollouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_check_ledger_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = log_folder(tmp_path, HELLO)
+    folder = log_folder(tmp_path, STARTED)
     assert cli.main(["check-ledger", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{folder}: did not finish, or is still running, step 0, 1 start"
@@ -137,7 +137,7 @@ def test_check_ledger_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_check_ledger_with_a_violation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     later = [{**COMMIT, "version": version} for version in range(9, 90, 2)]
-    folder = log_folder(tmp_path, HELLO, COMMIT, *later)
+    folder = log_folder(tmp_path, STARTED, COMMIT, *later)
     assert cli.main(["check-ledger", str(folder)]) == 1
     lines = capsys.readouterr().out.splitlines()
     place = next(n for n, line in enumerate(lines) if line.startswith("violated"))

@@ -231,7 +231,7 @@ def _close_books(rank: Rank, parts: _Parts, consumer: Consumer, final: m.FinalRe
     assert parts.recorder is not None and parts.progress is not None and parts.writer is not None
     limit = config.ledger.max_steps
     data_used_up = reason == "end" and (limit is None or consumer.version < limit)
-    if reason == "end":
+    if reason == "end" and consumer.version:
         mark_finished(config, consumer.version, data_used_up)
     saved = save_folder(config)
     paths = {
@@ -246,11 +246,13 @@ def _close_books(rank: Rank, parts: _Parts, consumer: Consumer, final: m.FinalRe
     exit_reason = {"end": "finished", "stop": f"stopped by {rank.stop.requested() or 'request'}"}[reason]
     summary = parts.recorder.summary(final, consumer.version, exit_reason, names, paths)
     parts.progress.close()
-    print_closing_table(summary, sys.stdout)
     parts.writer.close()
     parts.lock.release()
-    if reason == "end" and consumer.version == 0 and final.counts["filtered"]:
+    if consumer.version == 0 and reason == "end":
         raise NoEffectiveGroupsError(
-            f"no group was effective: {final.counts['filtered']} groups were filtered (filter_range "
-            f"{config.algorithm.filter_range}); the task may be too hard or too easy for the model"
+            f"no group was effective, so nothing was trained: {final.counts['filtered']} groups were filtered "
+            f"({final.counts['all_right']} all right, {final.counts['all_wrong']} all wrong) and "
+            f"{final.counts['dropped']} dropped; the task is too hard or too easy for the model, or filter_range "
+            f"{config.algorithm.filter_range} is too narrow"
         )
+    print_closing_table(summary, sys.stdout)

@@ -4,8 +4,8 @@ Three logs, written independently, are joined by lease, uid and payload checksum
 (`hub_replay`), every consumer's and every producer's.
 
 After a resume the logs go on behind what was restored; later lines are in `.void-...` files, which are not read. The
-hub's log then has a snapshot and behind it the greetings of the next start: groups that were live there are pending
-again, plan entries and the versions of producers begin anew. All logs must agree up to there, line by line. Behind the
+hub's log then has a snapshot and right behind it the next start: groups that were live there are pending again, plan
+entries and the versions of producers begin anew. All logs must agree up to there, line by line. Behind the
 last saved state of a run that did not finish, which is what the next resume would move aside, a line may be missing in
 one log, but never contradict another.
 """
@@ -42,7 +42,7 @@ INVARIANTS = {
     "token-lag": "tokens are left out of the loss when, and only when, their lag is above max_token_lag",
     "versions": "producers never go back to an older version, and sample only with versions they have applied",
     "weights": "every applied version was published, and its parameters have the digest of what was published",
-    "resume": "a resumed log goes on right behind a snapshot",
+    "resume": "a resumed log goes on right behind the snapshot of the version that it started from",
     "end": "after a finished run nothing is live and every planned step has committed",
 }
 """Name and statement of everything that is checked."""

@@ -55,6 +55,7 @@ class Hub:
         self.times: dict[str, m.TimeReport] = {}
         self.filtered: dict[str, float] = {}
         self.notes: list[str] = []
+        self.extremes = {"all_right": 0, "all_wrong": 0}
         self._attached: set[str] = set()
         self._expected = _expected_peers(spec)
         self._held_weights: list[m.WeightsStart] = []
@@ -207,6 +208,8 @@ class Hub:
     def _filtered(self, name: str, message: m.Filtered, frames: Any) -> None:
         if not self.ledger.filter(message.lease_id, message.mean_accuracy):
             return
+        self.extremes["all_right"] += message.mean_accuracy >= 1.0
+        self.extremes["all_wrong"] += message.mean_accuracy <= 0.0
         count = message.num_responses
         for key, value in (
             ("groups", 1.0),
@@ -311,7 +314,9 @@ class Hub:
             self._final_sent = True
             self.server.send(
                 "consumer:0",
-                m.FinalReport(self.ledger.counts(), self.ledger.dropped_by_reason, self.notes, dict(self.times)),
+                m.FinalReport(
+                    self.ledger.counts() | self.extremes, self.ledger.dropped_by_reason, self.notes, dict(self.times)
+                ),
             )
 
     def _everybody_left(self) -> bool:

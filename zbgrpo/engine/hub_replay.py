@@ -162,12 +162,12 @@ class HubReplay:
         self._sequence, self._step, self.state = 0, self.version, "open"
 
     def _start(self, event: Event) -> None:
+        version, behind = event["version"], self.version
+        self._expect("resume", version == behind, "a start from version {}, but {} is committed", version, behind)
         if self.line > 1:
             self._resume()
 
     def _hello(self, event: Event) -> None:
-        if event["peer"] in self._ranks or self._last_kind == "snapshot":
-            self._resume()
         self._ranks[event["peer"]] = event["rank"]
 
     def _resume(self) -> None:
