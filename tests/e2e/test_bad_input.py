@@ -29,7 +29,7 @@ def _ends_with(finished: Finished, *culprits: str) -> None:
         ("-d nowhere.jsonl", ["nowhere.jsonl"]),
         ("-d bad.jsonl", ["bad.jsonl:2"]),
         ("-d few.jsonl", ["few.jsonl", "too few rows", "2", "4"]),
-        ("-t 3", ["3 + 1", "2"]),
+        ("-t 3", ["3 trainers + 1", "2"]),
         ("infrence.top_k=3", ["infrence.top_k", "inference.top_k"]),
         ("-g 1", ["-g", "1"]),
         ("-tbs 4 -tMbs 3", ["4", "3", "-tbs"]),

@@ -188,6 +188,7 @@ def _build_publisher(
 
     def sent(done: Sent) -> None:
         events.append("published", version=done.version, digest=done.digest, seconds=done.seconds)
+        events.flush()
 
     return WeightPublisher(
         groups.weights[rank.info.pp_index],

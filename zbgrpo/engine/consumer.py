@@ -84,7 +84,7 @@ class Consumer:
                     self.evaluating = True
                 case PlanKind.STOP:
                     self.trainer.discard()
-                    if self.rank == 0:
+                    if self.rank == 0 and not self._is_saved(self.version):
                         self.channel.send(m.SnapshotRequest(self.version))
                     self._save_state(self.version)
                     return entry.kind.value
@@ -205,8 +205,11 @@ class Consumer:
             with self.time.phase(phases.CHECKPOINT):
                 saving.save_model(self.config, self.trainer, self.tokenizer, version)
 
+    def _is_saved(self, version: int) -> bool:
+        return version == self.saved_version and version > 0
+
     def _save_state(self, version: int) -> None:
-        if version == self.saved_version and version > 0:
+        if self._is_saved(version):
             return
         with self.time.phase(phases.CHECKPOINT):
             if (recorder := self.recorder) is not None:

@@ -191,8 +191,9 @@ class Producer:
             applied = self.subscriber.apply()
         if applied is not None:
             self.backend.weights_changed(applied.version)
-            self.channel.send(m.Applied(applied.version, applied.digest))
             self.events.append("applied", version=applied.version, digest=applied.digest)
+            self.events.flush()  # first, as with groups
+            self.channel.send(m.Applied(applied.version, applied.digest))
 
     def _ask_for_leases(self) -> None:
         if self.subscriber.applied_version < 0:
