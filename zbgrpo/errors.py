@@ -1,18 +1,18 @@
 """One tree of exceptions.
 
-    ZbgrpoError
-    ├── UserError              somebody can fix it: the message names the culprit and says what to change
-    │   ├── ConfigError        a flag, a YAML key or a combination of them
-    │   ├── DataError          a data set, a row, a gold answer
-    │   ├── ModelError         a model or tokenizer that cannot be loaded or used
-    │   └── RunFolderError     a run folder that is finished, foreign, locked or damaged
-    ├── ResourceError          the machine lacks something: /dev/shm, memory, a GPU
-    ├── ProtocolError          a message, frame or ring record that breaks the protocol
-    ├── PeerLostError          another rank or the hub is gone, or silent for too long
-    ├── WeightSyncError        names, shapes or digests of weights disagree; half a version is never used
-    ├── NonFiniteError         too many steps in a row without a finite gradient
-    ├── NoEffectiveGroupsError the filter kept nothing for a whole run
-    └── InfrastructureError    a response could not be scored or generated for reasons outside it; never a score
+ZbgrpoError
+├── UserError              somebody can fix it: the message names the culprit and says what to change
+│   ├── ConfigError        a flag, a YAML key or a combination of them
+│   ├── DataError          a data set, a row, a gold answer
+│   ├── ModelError         a model or tokenizer that cannot be loaded or used
+│   └── RunFolderError     a run folder that is finished, foreign, locked or damaged
+├── ResourceError          the machine lacks something: /dev/shm, memory, a GPU
+├── ProtocolError          a message, frame or ring record that breaks the protocol
+├── PeerLostError          another rank or the hub is gone, or silent for too long
+├── WeightSyncError        names, shapes or digests of weights disagree; half a version is never used
+├── NonFiniteError         too many steps in a row without a finite gradient
+├── NoEffectiveGroupsError the filter kept nothing for a whole run
+└── InfrastructureError    a response could not be scored or generated for reasons outside it; never a score
 """
 
 from __future__ import annotations

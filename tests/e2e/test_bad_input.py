@@ -57,9 +57,7 @@ def test_finished_run_says_so_and_another_configuration_is_refused(workplace: Pa
     _ends_with(other, "model_out/done/state-1", "-lr/--learning-rate", "0.5")
     (workplace / "model_out" / "foreign" / "state-1").mkdir(parents=True)
     (workplace / "model_out" / "foreign" / "state-1" / "weights.bin").write_text("not ours")
-    _ends_with(
-        run(workplace, 2, f"{ONE} -p foreign --resume model_out/foreign/state-1"), "model_out/foreign/state-1"
-    )
+    _ends_with(run(workplace, 2, f"{ONE} -p foreign --resume model_out/foreign/state-1"), "model_out/foreign/state-1")
 
 
 def test_tiny_shared_memory_names_the_size(workplace: Path) -> None:
@@ -69,8 +67,12 @@ def test_tiny_shared_memory_names_the_size(workplace: Path) -> None:
 
     from tests.support.launching import start
 
-    launch = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0"
-    script = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {launch} -m zbgrpo.launch {' '.join(FLAGS)} {ONE} -p shm"
+    launch = (
+        f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0"
+    )
+    script = (
+        f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {launch} -m zbgrpo.launch {' '.join(FLAGS)} {ONE} -p shm"
+    )
     process = start(["unshare", "-m", "sh", "-c", f"{script} transport.ring_bytes=8000000"], workplace)
     output, _ = process.communicate(timeout=90)
     _ends_with(Finished(process.returncode, output), "/dev/shm", "needs 80000")

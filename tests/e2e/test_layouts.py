@@ -1,4 +1,4 @@
-"""Runs of different layouts finish, train what they say, and leave logs in which every invariant of the ledger holds."""
+"""Runs of different layouts finish, train what they say, and leave logs in which all invariants of the ledger hold."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def never(response, **_):
     return 0.0
 '''
 
-FLAGS = (
+FLAGS: list[str] = (  # noqa: SIM905
     "-m model -d train.jsonl -rt reward.py:distinct -g 4 -ibs 4 -imbs 4 -tbs 4 -tMbs 4 -tmbs 4 -mnt 12 -mpt 64 "
     "--precision fp32 -lr 1e-3 -sd model_out transport.heartbeat_seconds=0.5 transport.peer_timeout_seconds=30 "
     "cluster.timeout_seconds=60"
@@ -90,7 +90,9 @@ class Finished:
 class Run:
     """One launch. `flags` come after the common ones, so they win."""
 
-    def __init__(self, workplace: Path, num_ranks: int, flags: str | list[str], common: list[str] | None = None) -> None:
+    def __init__(
+        self, workplace: Path, num_ranks: int, flags: str | list[str], common: list[str] | None = None
+    ) -> None:
         self.workplace = workplace
         extra = flags.split() if isinstance(flags, str) else flags
         command = [

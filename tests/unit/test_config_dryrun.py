@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from zbgrpo.config.dryrun import count_rows, describe_plan, max_group_bytes, num_steps, ring_bytes
+from zbgrpo.config.dryrun import count_rows, describe_plan, num_steps
 from zbgrpo.config.load import load_config
 from zbgrpo.config.model_size import read_model_size
 from zbgrpo.config.schema import RunConfig
+from zbgrpo.config.sizes import max_group_bytes, ring_bytes
 from zbgrpo.errors import DataError, ModelError
 
 
@@ -175,7 +176,7 @@ class TestModelSize:
 
 def test_group_and_ring_sizes() -> None:
     config = config_of("-g", "2", "-mnt", "100", "-mpt", "10", "-tMbs", "8", "--max-staleness", "2")
-    assert max_group_bytes(config) == 4 * 10 + 2 * (8 * 100 + 17 + 12 * 11)
+    assert max_group_bytes(config) == 4 * 10 + 2 * (8 * 100 + 17 + 12 * 11) + 640
     assert ring_bytes(config) == 4 * 16 * max_group_bytes(config)
     assert ring_bytes(config_of("transport.ring_bytes=12345")) == 12345
     large = config_of("-mnt", "1000000", "-g", "64")  # a minibatch of 8 GiB

@@ -9,6 +9,7 @@ from typing import IO
 from zbgrpo.config.flags import label
 from zbgrpo.config.model_size import ModelSize, read_model_size
 from zbgrpo.config.schema import DataConfig, RunConfig
+from zbgrpo.config.sizes import ring_bytes
 from zbgrpo.config.validate import groups_in_flight, staleness_for_no_bubble, staleness_hint
 from zbgrpo.errors import DataError, ModelError
 
@@ -181,21 +182,6 @@ def _algorithm(config: RunConfig) -> list[Row]:
         ("trains on", kept + (", without truncated responses" if algorithm.mask_truncated else "")),
         ("overlong penalty", ramp),
     ]
-
-
-def max_group_bytes(config: RunConfig) -> int:
-    """Payload of a group of maximal size: ids int32, log-probs float32, per response 17 bytes of scores and one span
-    of 12 bytes for each version that it may have been sampled with."""
-    responses, tokens = config.inference.num_generations, config.inference.max_new_tokens
-    versions = config.ledger.max_staleness + config.ledger.max_token_lag + 1
-    return 4 * config.data.max_prompt_tokens + responses * (8 * tokens + 17 + 12 * versions)
-
-
-def ring_bytes(config: RunConfig) -> int:
-    """Shared memory of one consumer node: as set, or four minibatches of largest groups, at most 1 GiB or one
-    minibatch, whichever is larger."""
-    minibatch = config.groups_per_minibatch * max_group_bytes(config)
-    return config.transport.ring_bytes or min(4 * minibatch, max(_GIB, minibatch))
 
 
 def _memory(config: RunConfig, size: ModelSize | None) -> list[Row]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from zbgrpo.config import fields
 from zbgrpo.config.flags import label
 from zbgrpo.config.schema import RunConfig
+from zbgrpo.config.sizes import max_group_bytes
 from zbgrpo.errors import ConfigError
 
 REWARD_TYPES = ("think_answer_tags", "boxed", "code")
@@ -43,6 +44,8 @@ NOT_AVAILABLE: tuple[NotAvailable, ...] = (
     NotAvailable(
         "reward.type", lambda value: value == "code", "use think_answer_tags, boxed or a function of your own"
     ),
+    NotAvailable("inference.temperature_end", lambda value: value is not None, "leave it out"),
+    NotAvailable("observe.enable_profiling", bool, "leave it out"),
     NotAvailable("weights.transport", lambda value: value == "ipc", "use auto"),
 )
 
@@ -60,6 +63,7 @@ def validate(config: RunConfig, world_size: int | None) -> list[str]:
         _check_mesh,
         _check_batches,
         _check_buffer,
+        _check_ring,
         _check_sampling,
         _check_filter,
         _check_loss,
@@ -156,6 +160,15 @@ def _check_buffer(config: RunConfig) -> None:
             f"{label('ledger.buffer_limit')}: a buffer of {limit} groups never holds a minibatch of {needed} = "
             f"{config.trainer.train_minibatch_size} ({label('trainer.train_minibatch_size')}) x {config.dp_size} "
             f"(data-parallel size); use {needed} or more, or leave it out"
+        )
+
+
+def _check_ring(config: RunConfig) -> None:
+    size, needed = config.transport.ring_bytes, max_group_bytes(config)
+    if 0 < size < needed:
+        raise ConfigError(
+            f"{label('transport.ring_bytes')}: a ring of {size} bytes cannot hold one group of largest size, which "
+            f"takes {needed}; use more, or 0 to have it computed"
         )
 
 

@@ -20,7 +20,7 @@ from zbgrpo.engine.common import DRAIN_SECONDS, device_of, dtype_of, gather_node
 from zbgrpo.engine.consumer import Consumer
 from zbgrpo.engine.finished import mark_finished, save_folder
 from zbgrpo.engine.hub_process import ChildProcess
-from zbgrpo.engine.lifecycle import Rank
+from zbgrpo.engine.rank import Rank
 from zbgrpo.engine.recorder import Recorder
 from zbgrpo.errors import NoEffectiveGroupsError, PeerLostError
 from zbgrpo.groups.process_groups import ProcessGroups, connect, disconnect, make_groups

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from zbgrpo.checkpoint.model_folder import load_model, load_tokenizer
 from zbgrpo.engine import startup
 from zbgrpo.engine.common import DRAIN_SECONDS, device_of, dtype_of, gather_nodes, make_channel, say_hello
-from zbgrpo.engine.lifecycle import Rank
 from zbgrpo.engine.producer import Producer, PromptSource
+from zbgrpo.engine.rank import Rank
 from zbgrpo.groups.process_groups import connect, disconnect, make_groups
 from zbgrpo.inference.base import InferenceBackend
 from zbgrpo.observe.events import EventLog

@@ -9,7 +9,7 @@ import torch
 
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.engine.hub_process import address_of
-from zbgrpo.engine.lifecycle import Rank
+from zbgrpo.engine.rank import Rank
 from zbgrpo.engine.startup import MAX_MESSAGE_BYTES, Document
 from zbgrpo.errors import PeerLostError
 from zbgrpo.transport import messages as m

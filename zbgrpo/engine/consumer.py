@@ -17,6 +17,7 @@ from zbgrpo.config.schema import RunConfig
 from zbgrpo.engine import saving
 from zbgrpo.engine.recorder import Recorder
 from zbgrpo.errors import PeerLostError
+from zbgrpo.ledger.evaluation import EvaluationResult
 from zbgrpo.ledger.records import PlanEntry, PlanKind
 from zbgrpo.observe import timeledger as phases
 from zbgrpo.observe.events import EventLog
@@ -64,6 +65,7 @@ class Consumer:
         self.check_alive, self.stop_requested = check_alive, stop_requested
         self.saved_version = version
         self._states: dict[int, dict[str, Any]] = {}
+        self._evaluation: list[EvaluationResult] = []
         self._final: m.FinalReport | None = None
         self._stop_sent = self._trained_any = False
         self._stall_seconds = 0.0
@@ -131,10 +133,13 @@ class Consumer:
                 self.recorder.report(message)
             case m.LedgerState(version, state):
                 self._states[version] = state
-            case m.EvaluationDone():
+            case m.EvaluationRows(_, results):
+                self._evaluation += results
+            case m.EvaluationDone(version):
                 self.evaluating = False
                 if self.recorder is not None:
-                    self.recorder.evaluation(message)
+                    self.recorder.evaluation(version, self._evaluation)
+                self._evaluation = []
             case m.FinalReport():
                 self._final = message
             case _:

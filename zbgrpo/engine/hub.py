@@ -19,6 +19,7 @@ import numpy as np
 from zbgrpo.data.order import episode_order
 from zbgrpo.engine.hub_process import child_main
 from zbgrpo.engine.hub_spec import HubSpec
+from zbgrpo.errors import ProtocolError
 from zbgrpo.ledger.evaluation import EvaluationBook
 from zbgrpo.ledger.ledger import Ledger
 from zbgrpo.ledger.records import Lease, PlanEntry, PlanKind
@@ -32,6 +33,7 @@ from zbgrpo.types import DropReason
 
 _TURN_SECONDS = 0.1
 _LEAVE_SECONDS = 30.0
+_ROWS_PER_MESSAGE = 64  # evaluation rows carry the texts of their responses
 
 
 class Hub:
@@ -95,7 +97,7 @@ class Hub:
         """Serve until the plan has ended and everybody has left, or the run has failed."""
         while True:
             for name, message, frames in self.server.poll(_TURN_SECONDS):
-                self._handlers[type(message)](name, message, frames)
+                self._handle(name, message, frames)
             if self._failure is None and self._everybody_here():
                 self._advance()
             for name in self.server.tick():
@@ -105,6 +107,15 @@ class Hub:
                 return self._leave(1)
             if self._finished is not None and self._everybody_left():
                 return self._leave(0)
+
+    def _handle(self, name: str, message: m.Message, frames: list[memoryview]) -> None:
+        handler = self._handlers.get(type(message))
+        try:
+            if handler is None:
+                raise ProtocolError(f"{name} sent {type(message).__name__}, which only the hub sends")
+            handler(name, message, frames)
+        except ProtocolError as error:
+            self._fail(f"protocol broken by {name}: {error}", -1)
 
     def _everybody_here(self) -> bool:
         """Whether all peers have said hello; nothing is leased, planned or announced before."""
@@ -185,8 +196,11 @@ class Hub:
             self.ledger.events.append({"kind": "evaluated", "version": version, "rows": len(results)})
             for producer in book.evaluators:
                 self.server.send(_producer(producer), m.ReleaseVersion(version))
+            for start in range(0, len(results), _ROWS_PER_MESSAGE):
+                part = results[start : start + _ROWS_PER_MESSAGE]
+                self.server.send("consumer:0", m.EvaluationRows(version, part))
             for name in self._names("consumer:"):
-                self.server.send(name, m.EvaluationDone(version, results if name == "consumer:0" else []))
+                self.server.send(name, m.EvaluationDone(version))
 
     # ---------------------------------------------------------------- messages of producers
 

@@ -10,6 +10,7 @@ from typing import Any
 from zbgrpo.algorithms.advantages import group_advantages
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.evaluation.report import summarise, write_rows
+from zbgrpo.ledger.evaluation import EvaluationResult
 from zbgrpo.observe.metrics import MetricsWriter
 from zbgrpo.observe.progress import Progress
 from zbgrpo.observe.rolloutlog import RolloutLog, rollout_group
@@ -133,18 +134,18 @@ class Recorder:
             lines.append(rollout_group(uid, decode(payload.prompt_ids.tolist()), texts, payload, advantages))
         self._rollouts.write(version, lines)
 
-    def evaluation(self, done: m.EvaluationDone) -> None:
+    def evaluation(self, version: int, rows: list[EvaluationResult]) -> None:
         """Write an evaluation's rows and figures, and show the accuracy."""
         folder = Path(self._config.evaluation.save_dir) / self._config.project
-        by_task = self.accuracy.setdefault(done.version, {})
+        by_task = self.accuracy.setdefault(version, {})
         for task in self._config.evaluation.datasets:
-            results = [r for r in done.results if r.task == task]
-            write_rows(folder, task, done.version, results)
+            results = [row for row in rows if row.task == task]
+            write_rows(folder, task, version, results)
             figures = summarise(results)
             by_task[task] = figures["accuracy"]
-            self._writer.write_eval({"step": done.version, "task": task, **figures})
+            self._writer.write_eval({"step": version, "task": task, **figures})
             shown = "-" if figures["accuracy"] is None else f"{figures['accuracy']:.1%}"
-            self._progress.note(f"evaluation at step {done.version}: {task} {shown} of {len(results)} rows")
+            self._progress.note(f"evaluation at step {version}: {task} {shown} of {len(results)} rows")
 
     def summary(
         self, final: m.FinalReport, steps: int, exit_reason: str, topology_ranks: dict[str, int], paths: dict[str, Path]

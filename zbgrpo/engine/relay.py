@@ -37,19 +37,21 @@ def run(spec: HubSpec, server: Server, ring: RingWriter) -> int:
                     attached.add(name)
                     if attached == set(local):
                         ring.unlink()
-                elif isinstance(message, m.Release):
+                elif isinstance(message, m.Release) and name in local:
                     publisher.released(name, message.sequences)
+            channel.check()
             while attached == set(local) and (received := channel.receive()) is not None:
                 ended = _publish(publisher, received.message, received.frames) or ended
             for name in server.tick():
-                raise PeerLostError(f"{name} has been silent")
-        channel.close(drain_seconds=5.0)
+                raise PeerLostError(f"{name} of node {spec.node} has been silent")
     except PeerLostError as error:
         for name, peer in server.peers.items():
             if not peer.left:
                 server.send(name, m.Abort(str(error)))
         server.poll(0.5)
         return 1
+    finally:
+        channel.close(drain_seconds=5.0)
     return 0
 
 

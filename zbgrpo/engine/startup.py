@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Optional
 import msgspec
 
 from zbgrpo.checkpoint.folder import RunLock
-from zbgrpo.config.dryrun import ring_bytes
 from zbgrpo.config.load import dump_yaml
 from zbgrpo.config.schema import RunConfig
+from zbgrpo.config.sizes import ring_bytes
 from zbgrpo.data.chat import PromptRenderer
 from zbgrpo.data.rows import Row, load_rows
 from zbgrpo.engine import saving

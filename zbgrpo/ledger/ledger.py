@@ -392,9 +392,9 @@ class Ledger:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take the state of a snapshot; only on a fresh ledger with the same data order."""
+        """Take a snapshot; only on a fresh ledger with the same data order. Its version counts as not evaluated."""
         self.version = self._step = self.saved_version = state["version"]
-        self.evaluated_version = self.version - 1  # the caller may evaluate it first
+        self.evaluated_version = self.version - 1
         self._next_lease_id = state["next_lease_id"]
         self.totals = dict(state["totals"])
         self.dropped_by_reason = dict(state["dropped_by_reason"])

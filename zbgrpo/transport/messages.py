@@ -220,11 +220,17 @@ class StepReport(Struct, frozen=True, tag=True):
     """By peer name."""
 
 
-class EvaluationDone(Struct, frozen=True, tag=True):
-    """Hub -> consumers: an evaluation has ended; with all rows, by task and row, for consumer 0."""
+class EvaluationRows(Struct, frozen=True, tag=True):
+    """Hub -> consumer 0: rows of an evaluation that has ended, by task and row; `EvaluationDone` follows the last."""
 
     version: int
-    results: list[EvaluationResult] = []
+    results: list[EvaluationResult]
+
+
+class EvaluationDone(Struct, frozen=True, tag=True):
+    """Hub -> consumers: an evaluation has ended."""
+
+    version: int
 
 
 class FinalReport(Struct, frozen=True, tag=True):
@@ -252,7 +258,8 @@ class Abort(Struct, frozen=True, tag=True):
 Message = Union[
     Hello, Want, Applied, Groups, Filtered, Dropped, Returned, Evaluated, Trained, Committed, SnapshotRequest,
     WeightsStart, BroadcastsDone, Release, TimeReport, StopRequest, Failed, Goodbye, Leases, EvaluationLeases,
-    ReleaseVersion, PlanFor, PlanRelay, LedgerState, StepReport, EvaluationDone, FinalReport, Finished, Abort,
+    ReleaseVersion, PlanFor, PlanRelay, LedgerState, StepReport, EvaluationRows, EvaluationDone, FinalReport,
+    Finished, Abort,
 ]  # fmt: skip
 
 
