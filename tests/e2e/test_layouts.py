@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import events, metrics, run, summary
+from tests.support.launching import Run, events, metrics, run, summary, two_nodes
 from zbgrpo.engine.check_ledger import check_logs
 
 LAYOUTS = {
@@ -41,6 +41,18 @@ def test_layout_finishes_with_a_clean_ledger(workplace: Path, name: str) -> None
     report = check_logs(workplace / "logs" / name)
     assert report.ok, str(report)
     _nothing_left(workplace, name)
+
+
+def test_two_nodes_with_a_relay_and_curve(workplace: Path) -> None:
+    """Two launchers on this machine stand for two nodes: consumers on both, so that the second has a relay."""
+    flags = "-t 3 -i 1 --max-steps 3 -p nodes"
+    nodes = [Run(workplace, 2, flags, rendezvous=rendezvous) for rendezvous in two_nodes()]
+    finished = [node.wait() for node in nodes]
+    assert [each.status for each in finished] == [0, 0], finished[0].output[-2000:] + finished[1].output[-2000:]
+    assert check_logs(workplace / "logs" / "nodes").ok
+    greetings = [line for line in events(workplace, "nodes", "hub") if line["kind"] == "hello"]
+    assert "relay:1" in {line["peer"] for line in greetings}
+    assert not (workplace / "logs" / "nodes" / ".hub-address.json").exists(), "the keys were left behind"
 
 
 def test_log_prob_gap_is_rounding_only(workplace: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -97,7 +98,7 @@ class Run:
         extra = flags.split() if isinstance(flags, str) else flags
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks),
-            *_rendezvous(), "-m", "zbgrpo.launch", *(FLAGS if common is None else common), *extra,
+            *(rendezvous or _rendezvous()), "-m", "zbgrpo.launch", *(FLAGS if common is None else common), *extra,
         ]  # fmt: skip
         self.process = start(command, workplace)
 
@@ -185,6 +186,15 @@ def events(workplace: Path, project: str, name: str) -> list[dict[str, Any]]:
 def _rendezvous() -> list[str]:
     # A free port chosen by the agent itself, so that runs on one machine never collide.
     return ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+
+
+def two_nodes() -> list[list[str]]:
+    """Launcher flags of two nodes that meet on loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+    return [[*common, "--node-rank", str(node)] for node in range(2)]
 
 
 def _descends(pid: int, ancestor: int) -> bool:

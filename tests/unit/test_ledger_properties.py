@@ -178,6 +178,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert msgpack_copy(restored.snapshot()) == msgpack_copy(state)
         self.ended_leases = []  # what producers of the former process still send does not reach the new one
         self.witness.begin()
+        self.witness.evaluated = restored.version - 1  # an evaluation that was running is lost: it is due again
         self._attach(restored)
 
     @invariant()

@@ -16,7 +16,7 @@ from zbgrpo.checkpoint.model_folder import load_model, load_tokenizer
 from zbgrpo.config.load import to_tree
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.engine import startup
-from zbgrpo.engine.common import DRAIN_SECONDS, device_of, dtype_of, gather_nodes, make_channel, say_hello
+from zbgrpo.engine.common import DRAIN_SECONDS, device_of, dtype_of, gather_nodes, log_start, make_channel, say_hello
 from zbgrpo.engine.consumer import Consumer
 from zbgrpo.engine.finished import mark_finished, save_folder
 from zbgrpo.engine.hub_process import ChildProcess
@@ -89,6 +89,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Consumer, _Parts]:
     else:
         parts = _Parts(startup.receive(store), [])
         setup_rank_logging(parts.document.log_dir, env.rank, f"consumer {rank.info.index}")
+    log_start(rank, device_of(rank))
     document = parts.document
     address, ring_path, ring_bytes = _plan_address(rank, store, parts, nodes)
     groups = make_groups(store, rank.topology, config)
@@ -248,6 +249,7 @@ def _close_books(rank: Rank, parts: _Parts, consumer: Consumer, final: m.FinalRe
     summary = parts.recorder.summary(final, consumer.version, exit_reason, names, paths)
     parts.progress.close()
     parts.writer.close()
+    startup.keys_path(Path(document.log_dir)).unlink(missing_ok=True)
     parts.lock.release()
     if consumer.version == 0 and reason == "end":
         raise NoEffectiveGroupsError(

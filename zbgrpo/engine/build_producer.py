@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from zbgrpo.checkpoint.model_folder import load_model, load_tokenizer
 from zbgrpo.engine import startup
-from zbgrpo.engine.common import DRAIN_SECONDS, device_of, dtype_of, gather_nodes, make_channel, say_hello
+from zbgrpo.engine.common import DRAIN_SECONDS, device_of, dtype_of, gather_nodes, log_start, make_channel, say_hello
 from zbgrpo.engine.producer import Producer, PromptSource
 from zbgrpo.engine.rank import Rank
 from zbgrpo.groups.process_groups import connect, disconnect, make_groups
@@ -54,6 +54,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> Producer:
     setup_rank_logging(log_dir, env.rank, f"producer {rank.info.index}")
     groups = make_groups(store, rank.topology, config)
     device, dtype = device_of(rank), dtype_of(config)
+    log_start(rank, device)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
     model = load_model(config.model.path, dtype, device)
     manifest = WeightManifest.of(model, dtype, config.weights.bucket_bytes)

@@ -36,6 +36,26 @@ def dtype_of(config: RunConfig) -> torch.dtype:
     return torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
 
 
+def log_start(rank: Rank, device: torch.device) -> None:
+    """First lines of a rank's log: where it runs and with what."""
+    import platform
+
+    import transformers
+
+    logger.info(
+        "%s of %d ranks, node %d (%s), device %s, %d threads, torch %s, transformers %s, Python %s",
+        rank.title,
+        rank.env.world_size,
+        rank.env.node_rank,
+        platform.node(),
+        device,
+        torch.get_num_threads(),
+        torch.__version__,
+        transformers.__version__,
+        platform.python_version(),
+    )
+
+
 def gather_nodes(store: Any, rank: Rank) -> list[int]:
     """Node of every rank, by rank."""
     store.set(f"node/{rank.env.rank}", str(rank.env.node_rank))

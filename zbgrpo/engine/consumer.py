@@ -193,6 +193,7 @@ class Consumer:
                 self.publisher.publish(self.version, self.trainer.weights(), pinned=entry.pin_version)
             broadcast = self.publisher.last.seconds if self.publisher.last is not None else None
         self.events.append("commit", version=self.version, skipped=result.skipped)
+        logger.info("step %d: loss %.6g, gradient norm %.6g", self.version, result.loss, result.grad_norm)
         self.events.flush()
         if self.recorder is not None:
             with self.time.phase(phases.BUSY):
@@ -225,6 +226,7 @@ class Consumer:
                 self.config, self.trainer, self.group, self.rank, version, token, lambda: self._ledger_state(version)
             )
         self.saved_version = version
+        logger.info("saved state %d", version)
         self.events.append("saved", version=version)
         self.events.flush()
 

@@ -191,6 +191,7 @@ class Producer:
             applied = self.subscriber.apply()
         if applied is not None:
             self.backend.weights_changed(applied.version)
+            logger.info("version %d applied", applied.version)
             self.events.append("applied", version=applied.version, digest=applied.digest)
             self.events.flush()  # first, as with groups
             self.channel.send(m.Applied(applied.version, applied.digest))

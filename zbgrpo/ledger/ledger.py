@@ -56,10 +56,7 @@ class Ledger:
         self.data = DataOrder(options.num_rows, options.num_episodes, options.order)
         self._sequence = 0
         self._stop_requested = False
-        self._step = 0  # the version that the open step trains
-        self._in_step = 0  # groups planned in it
-        self._loads = [0] * options.dp_size
-        self._minibatch = 0
+        self._open = self._open_step(0)
         self._outstanding: set[int] = set()  # TRAIN entries not yet trained
         self._marks: list[PlanKind] = []  # SAVE and EVAL entries due behind the step just planned
         self._turn = 0
@@ -216,11 +213,11 @@ class Ledger:
     def _plan_next(self) -> PlanEntry | None:
         if self._stop_requested:
             self.ended = True
-            return self._entry(PlanKind.STOP, self._step)
+            return self._entry(PlanKind.STOP, self._open.version)
         if self._marks:
             return self._plan_mark(self._marks[0])
         options = self.options
-        full = options.max_steps is not None and self._step >= options.max_steps
+        full = options.max_steps is not None and self._open.version >= options.max_steps
         if not full and len(self._outstanding) < options.plan_ahead and (taken := self._take()) is not None:
             return self._plan_train(taken)
         if full or self._cannot_fill_step():
@@ -229,18 +226,17 @@ class Ledger:
 
     def _plan_mark(self, kind: PlanKind) -> PlanEntry | None:
         if kind is PlanKind.SAVE:
-            self.saved_version = self._step
+            self.saved_version = self._open.version
         elif self.evaluating:
             return None
         else:
-            self.evaluated_version = self._step
+            self.evaluated_version = self._open.version
             self.evaluating = True
         del self._marks[:1]  # empty when the end of the run asks for it
-        return self._entry(kind, self._step)
+        return self._entry(kind, self._open.version)
 
     def _cannot_fill_step(self) -> bool:
-        missing = self.options.groups_per_step - self._in_step
-        return not self.data.has_next and not self.leased and len(self.buffered) < missing
+        return not self.data.has_next and not self.leased and len(self.buffered) < self._open.num_missing
 
     def _take(self) -> list[LiveGroup] | None:
         options, count = self.options, self.options.groups_per_minibatch
@@ -261,46 +257,44 @@ class Ledger:
             )
         return planning.in_arrival_order(self.buffered.values(), count)
 
+    def _open_step(self, version: int) -> planning.OpenStep:
+        return planning.OpenStep(version, self.options.groups_per_step, self.options.dp_size)
+
     def _plan_train(self, taken: list[LiveGroup]) -> PlanEntry:
-        options = self.options
-        ranks = planning.balance(taken, self._loads)
+        options, step = self.options, self._open
+        minibatch = step.num_minibatches
+        ranks, closes = step.add(taken)
         for group in taken:
             del self.buffered[group.lease.lease_id]
-            group.step = self._step
             self.planned[group.lease.lease_id] = group
-        for rank, lease_ids in enumerate(ranks):
-            self._loads[rank] += sum(self.planned[lease_id].num_tokens for lease_id in lease_ids)
-        self._in_step += len(taken)
-        closes, version, minibatch = self._in_step == options.groups_per_step, self._step, self._minibatch
         pin = False
-        self._minibatch += 1
         if closes:
-            self._step, self._in_step, self._minibatch = self._step + 1, 0, 0
-            self._loads = [0] * options.dp_size
-            if options.save_interval and self._step % options.save_interval == 0:
+            made = step.version + 1
+            self._open = self._open_step(made)
+            if options.save_interval and made % options.save_interval == 0:
                 self._marks.append(PlanKind.SAVE)
-            if options.eval_interval and self._step % options.eval_interval == 0:
+            if options.eval_interval and made % options.eval_interval == 0:
                 self._marks.append(PlanKind.EVAL)
                 pin = True
-        entry = self._entry(PlanKind.TRAIN, version, minibatch=minibatch, closes=closes, pin=pin, ranks=ranks)
+        entry = self._entry(PlanKind.TRAIN, step.version, minibatch=minibatch, closes=closes, pin=pin, ranks=ranks)
         self._outstanding.add(entry.sequence)
         return entry
 
     def _plan_end(self) -> PlanEntry | None:
-        for group in [g for g in self.planned.values() if g.step == self._step]:
+        for group in [g for g in self.planned.values() if g.step == self._open.version]:
             del self.planned[group.lease.lease_id]
             self._settle(group, "dropped", reason=DropReason.END.value, detail="")
         for group in list(self.buffered.values()):
             self._settle(group, "dropped", reason=DropReason.END.value, detail="")
         self.buffered.clear()
-        if self.saved_version < self._step:
+        if self.saved_version < self._open.version:
             return self._plan_mark(PlanKind.SAVE)
-        if self.options.eval_interval and self.evaluated_version < self._step:
+        if self.options.eval_interval and self.evaluated_version < self._open.version:
             return self._plan_mark(PlanKind.EVAL)
         if self.evaluating:
             return None
         self.ended = True
-        return self._entry(PlanKind.END, self._step)
+        return self._entry(PlanKind.END, self._open.version)
 
     def _entry(
         self,
@@ -393,7 +387,8 @@ class Ledger:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take a snapshot; only on a fresh ledger with the same data order. Its version counts as not evaluated."""
-        self.version = self._step = self.saved_version = state["version"]
+        self.version = self.saved_version = state["version"]
+        self._open = self._open_step(self.version)
         self.evaluated_version = self.version - 1
         self._next_lease_id = state["next_lease_id"]
         self.totals = dict(state["totals"])

@@ -8,6 +8,35 @@ from zbgrpo.ledger.records import LiveGroup
 from zbgrpo.types import Uid
 
 
+class OpenStep:
+    """The step that is being planned: its version, its groups so far, and the tokens of each rank in it.
+
+    Example: S = 4 in minibatches of 2: the second `add` returns closes = True.
+    """
+
+    def __init__(self, version: int, groups_per_step: int, dp_size: int) -> None:
+        self.version = version
+        self.num_groups = self.num_minibatches = 0
+        self._groups_per_step = groups_per_step
+        self._tokens = [0] * dp_size
+
+    @property
+    def num_missing(self) -> int:
+        return self._groups_per_step - self.num_groups
+
+    def add(self, groups: Sequence[LiveGroup]) -> tuple[list[list[int]], bool]:
+        """Take the groups of the next minibatch: lease ids by rank, and whether they complete the step."""
+        ranks = balance(groups, self._tokens)
+        tokens = {group.lease.lease_id: group.num_tokens for group in groups}
+        for rank, lease_ids in enumerate(ranks):
+            self._tokens[rank] += sum(tokens[lease_id] for lease_id in lease_ids)
+        for group in groups:
+            group.step = self.version
+        self.num_groups += len(groups)
+        self.num_minibatches += 1
+        return ranks, self.num_missing == 0
+
+
 def balance(groups: Sequence[LiveGroup], loads: Sequence[int]) -> list[list[int]]:
     """Deal groups to ranks, the same number to each, so that tokens even out: lists of lease ids by rank.
 
