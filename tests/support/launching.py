@@ -92,7 +92,12 @@ class Run:
     """One launch. `flags` come after the common ones, so they win."""
 
     def __init__(
-        self, workplace: Path, num_ranks: int, flags: str | list[str], common: list[str] | None = None
+        self,
+        workplace: Path,
+        num_ranks: int,
+        flags: str | list[str],
+        common: list[str] | None = None,
+        rendezvous: list[str] | None = None,
     ) -> None:
         self.workplace = workplace
         extra = flags.split() if isinstance(flags, str) else flags
