@@ -4,12 +4,13 @@
 #   bash launch/quickstart.sh [--seed N] [flags for the run ...]
 #
 # Works from any folder, on a CPU, without any download of a model or data. Everything is written to quickstart/.
-# Flags given here come last and so win over the quickstart's own: --max-steps 20, -lr 5e-4, -a DAPO ...
+# Flags given here come last and so win over the quickstart's own: --max-steps 20, -lr 5e-4, -a DAPO ... A run that was
+# stopped goes on with --resume auto; without, everything is made anew. --dry-run shows the plan and trains nothing.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
 
 main() {
-    local seed=0 flags=() defaults=()
+    local seed=0 dry_run="" flags=() defaults=()
     while [ $# -gt 0 ]; do
         case "$1" in
         --seed)
@@ -18,6 +19,12 @@ main() {
             shift 2
             ;;
         --seed=*) seed="${1#--seed=}" && shift ;;
+        -h | --help)
+            sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+            echo "All flags: $VENV/bin/python -m zbgrpo.launch --help, once this has installed it."
+            return
+            ;;
+        --dry-run) dry_run=yes && flags+=("$1") && shift ;;
         *) flags+=("$1") && shift ;;
         esac
     done
@@ -26,16 +33,21 @@ main() {
     prepare_environment tensorboard
     stay_offline
     cd "$REPOSITORY"
+    mapfile -t defaults < <("$VENV/bin/python" -c "$PRINT_FLAGS")
+    [ ${#defaults[@]} -gt 0 ] || fail "the flags of the quickstart could not be read"
+    flags=(-m quickstart/model -d quickstart/train.jsonl -ed '{"heldout": "quickstart/heldout.jsonl"}'
+        -t 1 -i 1 -p quickstart --resume never --seed "$seed"
+        -sd quickstart/model_out -esd quickstart/eval -rsd quickstart/rollouts --log-dir quickstart/logs
+        "${defaults[@]}" ${flags[@]+"${flags[@]}"})
+    "$VENV/bin/python" -c "$CHECK_FLAGS" "${flags[@]}" || exit 2
     SECONDS=0
     "$VENV/bin/python" -m zbgrpo.bench.quickstart quickstart --seed "$seed"
     local made_seconds="$SECONDS"
-    mapfile -t defaults < <("$VENV/bin/python" -c "$PRINT_FLAGS")
-    [ ${#defaults[@]} -gt 0 ] || fail "the flags of the quickstart could not be read"
-    "$VENV/bin/torchrun" --standalone --nproc-per-node 2 -m zbgrpo.launch \
-        -m quickstart/model -d quickstart/train.jsonl -ed '{"heldout": "quickstart/heldout.jsonl"}' \
-        -t 1 -i 1 -p quickstart --resume never --seed "$seed" \
-        -sd quickstart/model_out -esd quickstart/eval -rsd quickstart/rollouts --log-dir quickstart/logs \
-        "${defaults[@]}" ${flags[@]+"${flags[@]}"}
+    if [ -n "$dry_run" ]; then
+        "$VENV/bin/python" -m zbgrpo.launch "${flags[@]}"
+        return
+    fi
+    "$VENV/bin/torchrun" --signals-to-handle "$SIGNALS" --standalone --nproc-per-node 2 -m zbgrpo.launch "${flags[@]}"
     echo "quickstart: ${SECONDS} s (task and model ${made_seconds} s, run $((SECONDS - made_seconds)) s)"
     cat <<END
 quickstart: the trained model is in quickstart/model_out/quickstart, the figures of every step in
@@ -50,6 +62,17 @@ END
 PRINT_FLAGS='
 from zbgrpo.bench.quickstart import RUN_FLAGS
 print("\n".join(RUN_FLAGS))
+'
+
+# Before the model is made, so that a mistake costs no time.
+CHECK_FLAGS='
+import sys
+from zbgrpo.config.load import load_config
+from zbgrpo.errors import UserError
+try:
+    load_config(sys.argv[1:], 2)
+except UserError as error:
+    sys.exit(f"zbgrpo: {error}")
 '
 
 main "$@"

@@ -51,7 +51,14 @@ class ProtocolError(ZbgrpoError):
 
 
 class PeerLostError(ZbgrpoError):
-    """Another process of the run is gone or silent; the message names its role and rank."""
+    """Another process of the run is gone or silent; the message names its role and rank.
+
+    `reported`: the failure has been told on the screen already, by the rank where it happened.
+    """
+
+    def __init__(self, message: str, reported: bool = False) -> None:
+        super().__init__(message)
+        self.reported = reported
 
 
 class WeightSyncError(ZbgrpoError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,6 @@ def test_log_prob_gap_is_rounding_only(workplace: Path) -> None:
 
 
 def test_evaluation_rows_are_the_set_once_each_of_one_version(workplace: Path) -> None:
-    import json
-
     if not (workplace / "logs" / "evaluation").exists():
         run(workplace, LAYOUTS["evaluation"][0], [*LAYOUTS["evaluation"][1], "-p", "evaluation"])
     for step in (0, 2, 4):
@@ -74,6 +73,18 @@ def test_evaluation_rows_are_the_set_once_each_of_one_version(workplace: Path) -
         assert {row["version"] for row in rows} == {step}
     lines = (workplace / "logs" / "evaluation" / "eval.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 2, 4]
+
+
+def test_evaluations_longer_than_steps_keep_their_versions(workplace: Path) -> None:
+    """A version is due at every step, and its evaluation outlasts the step: none is mixed, none is left out."""
+    flags = ["-t", "1", "-i", "2", "--max-steps", "4", "-ei", "1", "-p", "outlasting", "-ed", '{"long": "train.jsonl"}']
+    finished = run(workplace, 3, flags)
+    assert finished.status == 0, finished.output[-3000:]
+    for step in range(5):
+        path = workplace / "eval" / "outlasting" / "long" / f"step-{step}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [row["row"] for row in rows] == list(range(200)) and {row["version"] for row in rows} == {step}
+    assert check_logs(workplace / "logs" / "outlasting").ok
 
 
 def test_model_folder_loads_and_has_moved(workplace: Path) -> None:

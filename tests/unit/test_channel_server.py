@@ -532,7 +532,9 @@ def test_abort_makes_every_later_call_raise_and_wakes_who_waits(network: Network
     threads = [threading.Thread(target=wait, args=(s,), daemon=True) for s in (route, route, channel.route(m.Leases))]
     for thread in threads[:2]:
         thread.start()
-    server.send("producer:0", m.Trained(1), m.Committed(1), m.Abort("rank 3 (producer 1) failed: KeyError", origin=3))
+    server.send(
+        "producer:0", m.Trained(1), m.Committed(1), m.Abort("rank 3 (producer 1) failed: KeyError", reported=True)
+    )
     for thread in threads[:2]:
         serve(server, lambda thread=thread: not thread.is_alive())
     assert [str(error) for error in waiting] == ["rank 3 (producer 1) failed: KeyError"] * 2

@@ -151,7 +151,7 @@ def test_stopped_run(tmp_path: Path) -> None:
 
 def test_failure_after_the_planned_end_is_no_end(tmp_path: Path) -> None:
     world = finished()
-    world.hub.append({"kind": "failed", "error": "rank 1 is gone", "origin": 1})
+    world.hub.append({"kind": "failed", "error": "rank 1 is gone"})
     assert check(world, tmp_path).state == "open"
 
 

@@ -153,13 +153,14 @@ EVERY_MESSAGE: list[m.Message] = [
     m.Groups([header_of(golden_payload())]), m.Dropped(1, "reward_error", "why"), m.Returned(1, "why"),
     m.Evaluated(1, EvaluationResult("task", 2, 3, [1.0], [1.0], [0.0], [5], [False], ["text \u00e9"])),
     m.Trained(4), m.Committed(5, True), m.SnapshotRequest(5), m.WeightsStart(1, 5, True), m.BroadcastsDone(),
-    m.Release([1, 2]), m.TimeReport({"decode": 1.5}, {"tokens": 2.0}), m.StopRequest("SIGTERM"), m.Failed("error"),
+    m.Release([1, 2]), m.TimeReport({"decode": 1.5}), m.StopRequest("SIGTERM"), m.Failed("error"),
     m.Goodbye(), m.Leases([Lease(1, 2, 3, 4)]), m.EvaluationLeases([EvaluationLease(1, "task", 2, 3)]),
     m.ReleaseVersion(5), m.PlanFor(PlanEntry(1, PlanKind.TRAIN, 2, 0, True, False, [[1], [2]]),
                                    [header_of(golden_payload())], [Descriptor(1, 64, 128, 5)]),
     m.PlanRelay(PlanEntry(1, PlanKind.END, 2)), m.LedgerState(5, {"data": {"a": [1, b"bytes"]}}),
-    m.StepReport(5, {"consumed": 1}, 4, {"groups": 1.0}, {"producer:0": m.TimeReport({}, {})}),
-    m.EvaluationDone(5), m.FinalReport({}, {}, ["note"], {}), m.Finished("end"), m.Abort("error", 3),
+    m.StepReport(5, {"consumed": 1}, 4, {"groups": 1.0}, {"producer:0": m.TimeReport({})}),
+    m.EvaluationRows(5, []), m.EvaluationDone(5), m.FinalReport({}, {}, "detail", {}), m.Finished("end"),
+    m.Abort("error", True),
 ]  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,55 +14,106 @@ from zbgrpo.errors import ModelError
 
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """A causal language model in this dtype; raises `ModelError` that names the path and the reason."""
+    """A causal language model in this dtype, without dropout.
+
+    `path` is a hub name or a folder: one that starts with `.`, `/` or `~`, or has more than one `/`, is a folder.
+    Raises `ModelError`, which names the path and the reason, also for files that lack some of the model's weights and
+    for a model that the engine would generate or train wrongly.
+    """
     import transformers
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    transformers.utils.logging.disable_progress_bar()
+    source = _source("model", path, "-m")
     dtype_name = "torch_dtype" if transformers.__version__.startswith("4.") else "dtype"
-    _require_folder(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", **{dtype_name: dtype})
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"model {path}: cannot be loaded: {_first_line(error)}") from error
-    _refuse_unsupported(model.config, path)
+        with _quiet_transformers():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                source,
+                attn_implementation="sdpa",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                **{dtype_name: dtype},
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        raise ModelError(f"model {path}: cannot be loaded: {_reason(error, source)}") from error
+    _refuse_incomplete(found, path)
+    _refuse_unsupported(model, path)
     return _without_dropout(model.to(device))
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a folder or hub name; raises `ModelError`."""
+    """The tokenizer of a folder or hub name, told apart as in `load_model`; raises `ModelError`."""
     from transformers import AutoTokenizer
 
-    _require_folder(path)
+    source = _source("tokenizer", path, "--tokenizer-path, without it -m")
     try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        with _quiet_transformers():
+            return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise ModelError(
-            f"tokenizer {path}: cannot be loaded: {_first_line(error)}; name another with --tokenizer-path"
+            f"tokenizer {path}: cannot be loaded: {_reason(error, source)}; name another with --tokenizer-path"
         ) from error
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, torch.Tensor]) -> None:
     """Write a folder that `AutoModelForCausalLM` and vLLM load. `weights` by Hugging Face names, tied ones once."""
-    model.save_pretrained(folder, state_dict=weights)
-    tokenizer.save_pretrained(folder)
+    with _quiet_transformers():
+        model.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
 
 
-def _require_folder(path: str) -> None:
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if looks_local and not Path(path).expanduser().is_dir():
-        raise ModelError(
-            f"model {path}: no such folder; give a folder with config.json and weights, or a hub name (-m)"
-        )
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and no notices of transformers inside: the terminal is that of the run."""
+    from transformers.utils import logging
+
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()
 
 
-def _refuse_unsupported(config: Any, path: str) -> None:
-    """Features that would make the trainer's log-probs differ from the model's without a word."""
+def _source(kind: str, path: str, flag: str) -> str:
+    """What transformers is given for a path, `~` expanded; a folder that is missing is an error."""
+    source = str(Path(path).expanduser()) if path.startswith("~") else path
+    is_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if is_local and not Path(source).is_dir():
+        content = "config.json and weights" if kind == "model" else "tokenizer files"
+        raise ModelError(f"{kind} {path}: no such folder; give a folder with {content}, or a hub name ({flag})")
+    return source
+
+
+def _refuse_incomplete(found: dict[str, Any], path: str) -> None:
+    """Weights that the files lack, or have in another shape, would be random numbers."""
+    mismatched = [name for name, *_ in found["mismatched_keys"]]
+    for names, problem in ((found["missing_keys"], "lack"), (mismatched, "have in another shape than config.json says")):
+        if names:
+            first, more = min(names), f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ModelError(f"model {path}: its files {problem}: {first}{more}")
+
+
+def _refuse_unsupported(model: Any, path: str) -> None:
+    """Features that would make the log-probs of generation or training differ from the model's without a word."""
+    if getattr(model, "_is_stateful", False):
+        raise ModelError(f"model {path}: {type(model).__name__} keeps a recurrent state, which is not supported")
+    config = model.config.get_text_config()
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ModelError(f"model {path}: {name} is not supported, its log-probs would be wrong")
-    if "sliding_attention" in (getattr(config, "layer_types", None) or []):
-        raise ModelError(f"model {path}: sliding-window attention layers are not supported")
+    layer_types = getattr(config, "layer_types", None)
+    others = sorted(set(layer_types or ()) - {"full_attention"})
+    if others:
+        raise ModelError(f"model {path}: layers of type {', '.join(others)} are not supported, only full_attention")
+    # Some families have no list of layer types: there, a window holds for all layers.
+    window = getattr(config, "sliding_window", None)
+    if layer_types is None and window is not None and getattr(config, "use_sliding_window", None) is not False:
+        raise ModelError(f"model {path}: sliding-window attention (sliding_window {window}) is not supported")
 
 
 def _without_dropout(model: Any) -> Any:
@@ -72,5 +125,6 @@ def _without_dropout(model: Any) -> Any:
     return model
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _reason(error: BaseException, source: str) -> str:
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line if Path(source).is_dir() else f"{first_line} (taken for a hub name: there is no such folder)"

@@ -252,10 +252,21 @@ def _close_books(rank: Rank, parts: _Parts, consumer: Consumer, final: m.FinalRe
     startup.keys_path(Path(document.log_dir)).unlink(missing_ok=True)
     parts.lock.release()
     if consumer.version == 0 and reason == "end":
-        raise NoEffectiveGroupsError(
-            f"no group was effective, so nothing was trained: {final.counts['filtered']} groups were filtered "
-            f"({final.counts['all_right']} all right, {final.counts['all_wrong']} all wrong) and "
-            f"{final.counts['dropped']} dropped; the task is too hard or too easy for the model, or filter_range "
-            f"{config.algorithm.filter_range} is too narrow"
-        )
+        raise NoEffectiveGroupsError(_why_nothing_was_trained(config, final))
     print_closing_table(summary, sys.stdout)
+
+
+def _why_nothing_was_trained(config: RunConfig, final: m.FinalReport) -> str:
+    counts, text = final.counts, "no group was effective, so nothing was trained: "
+    if counts["filtered"]:
+        text += (
+            f"{counts['filtered']} groups were filtered ({counts['all_right']} all right, {counts['all_wrong']} all "
+            f"wrong): the task is too hard or too easy for the model, or filter_range {config.algorithm.filter_range} "
+            "is too narrow; "
+        )
+    reasons = ", ".join(f"{number} {reason}" for reason, number in final.dropped_by_reason.items() if number)
+    if reasons:
+        text += f"dropped: {reasons}; "
+    if final.last_drop:
+        text += f"the last one: {final.last_drop}"
+    return text.rstrip("; ")

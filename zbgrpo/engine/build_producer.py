@@ -21,6 +21,8 @@ from zbgrpo.observe.timeledger import STARTUP, TimeLedger
 from zbgrpo.rewards.messages import RewardSpec
 from zbgrpo.rewards.pool import RewardPool
 from zbgrpo.rewards.prompts import default_stop_strings
+from zbgrpo.transport import messages as m
+from zbgrpo.transport.channel import Received
 from zbgrpo.weights.manifest import WeightManifest
 from zbgrpo.weights.subscriber import WeightSubscriber
 
@@ -32,10 +34,8 @@ def run_producer(rank: Rank) -> str:
     ledger = TimeLedger(started=rank.started)
     with ledger.phase(STARTUP):
         producer = _start(rank, ledger)
-    try:
-        reason = producer.run()
-    finally:
-        producer.pool.close()
+    reason = producer.run()
+    producer.pool.close()  # its workers also end by themselves when this process does, however it does
     producer.subscriber.close()
     producer.backend.close()
     producer.channel.close(DRAIN_SECONDS)
@@ -73,13 +73,13 @@ def _start(rank: Rank, ledger: TimeLedger) -> Producer:
         on_applied=lambda version, digest: events.append("live_digest", version=version, digest=digest),
     )
     rank.channel = channel = make_channel(config, document, document.hub, rank.name)
+    channel.deliver(m.WeightsStart, lambda received: _expect(subscriber, received))
     channel.start()
     say_hello(channel, rank, nodes[env.rank])
     dist.barrier()
     rank.stop.install()
     return Producer(
         config,
-        index=rank.info.index,
         backend=backend,
         pool=pool,
         prompts=_prompt_source(rank, tokenizer, document.usable),
@@ -89,6 +89,12 @@ def _start(rank: Rank, ledger: TimeLedger) -> Producer:
         events=events,
         stop_requested=rank.stop.requested,
     )
+
+
+def _expect(subscriber: WeightSubscriber, received: Received) -> None:
+    message = received.message
+    assert isinstance(message, m.WeightsStart)
+    subscriber.expect(message.version, message.hold)
 
 
 def _build_backend(rank: Rank, model: Any, tokenizer: Any) -> InferenceBackend:

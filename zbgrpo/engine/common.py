@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from typing import Any
 
 import torch
@@ -38,12 +39,8 @@ def dtype_of(config: RunConfig) -> torch.dtype:
 
 def log_start(rank: Rank, device: torch.device) -> None:
     """First lines of a rank's log: where it runs and with what."""
-    import platform
-
-    import transformers
-
     logger.info(
-        "%s of %d ranks, node %d (%s), device %s, %d threads, torch %s, transformers %s, Python %s",
+        "%s of %d ranks, node %d (%s), device %s, %d threads, torch %s, Python %s",
         rank.title,
         rank.env.world_size,
         rank.env.node_rank,
@@ -51,7 +48,6 @@ def log_start(rank: Rank, device: torch.device) -> None:
         device,
         torch.get_num_threads(),
         torch.__version__,
-        transformers.__version__,
         platform.python_version(),
     )
 

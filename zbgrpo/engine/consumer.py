@@ -8,6 +8,7 @@ unblocked by  the hub, as soon as a minibatch of effective groups has arrived
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +70,7 @@ class Consumer:
         self._final: m.FinalReport | None = None
         self._stop_sent = self._trained_any = False
         self._stall_seconds = 0.0
-        self._step_groups: list[TrainGroup] = []
+        self._sampled: list[TrainGroup] = []
 
     def run(self) -> str:
         """The loop. Returns why the run ended (`end`, `stop`)."""
@@ -147,8 +148,8 @@ class Consumer:
 
     def _wait_for(self, ready: Callable[[], Any], what: str) -> Any:
         """Handle messages until `ready()` gives something; bounded by the peer timeout."""
-        turns = int(self.config.transport.peer_timeout_seconds / _POLL_SECONDS)
-        for _ in range(turns):
+        deadline = time.monotonic() + self.config.transport.peer_timeout_seconds
+        while time.monotonic() < deadline:
             if (value := ready()) is not None:
                 return value
             received = self.channel.receive(_POLL_SECONDS)
@@ -160,13 +161,13 @@ class Consumer:
     # ------------------------------------------------------------------------------------------ training
 
     def _train(self, entry: PlanEntry, groups: list[TrainGroup]) -> None:
-        if not self._trained_any:
-            self._trained_any = True
+        self._trained_any = True
         with self.time.phase(phases.BUSY):
             self.trainer.train_minibatch([group.payload for group in groups], entry.version)
             self.channel.send(m.Trained(entry.sequence))
             self._log_trained(entry, groups)
-            self._step_groups += groups
+            if self.recorder is not None and entry.version % self.config.observe.rollout_interval == 0:
+                self._sampled += groups
         if entry.closes_step:
             self._commit(entry)
 
@@ -186,7 +187,7 @@ class Consumer:
         with self.time.phase(phases.BUSY):
             result = self.trainer.commit()
         self.version = entry.version + 1
-        self.channel.send(m.TimeReport(self.time.snapshot(), {}), m.Committed(self.version, result.skipped))
+        self.channel.send(m.TimeReport(self.time.snapshot()), m.Committed(self.version, result.skipped))
         broadcast = None
         if self.publisher is not None:
             with self.time.phase(phases.BLOCKED_ON_WEIGHTS):
@@ -200,8 +201,9 @@ class Consumer:
                 stall = self.publisher.stall_seconds if self.publisher is not None else 0.0
                 self.recorder.step(self.version, result, broadcast, stall - self._stall_seconds)
                 self._stall_seconds = stall
-                self.recorder.rollouts(entry.version, self._step_groups, self.tokenizer.decode)
-        self._step_groups.clear()
+                if self._sampled:
+                    self.recorder.rollouts(entry.version, self._sampled, self.tokenizer.decode)
+                    self._sampled.clear()
 
     # ------------------------------------------------------------------------------------------ saving
 
@@ -245,10 +247,10 @@ class Consumer:
             if self.rank == 0:
                 self.channel.send(m.BroadcastsDone())
             if self.recorder is None:
-                self.channel.send(m.TimeReport(self.time.snapshot(), {}))
+                self.channel.send(m.TimeReport(self.time.snapshot()))
                 return None
             recorder = self.recorder
             self._wait_for(lambda: recorder.num_waiting == 0 or None, "the last step's report")
             final: m.FinalReport = self._wait_for(lambda: self._final, "its totals")
-        final.times["consumer:0"] = m.TimeReport(self.time.snapshot(), {})
+        final.times["consumer:0"] = m.TimeReport(self.time.snapshot())
         return final

@@ -47,7 +47,7 @@ class Hub:
         self.spec, self.server, self.ring = spec, server, ring
         self.ledger = Ledger(spec.ledger_options(order))
         if spec.restored is not None:
-            self.ledger.restore(spec.restored)
+            self.ledger.restore(spec.restored, spec.model_saved)
         self.evaluation = EvaluationBook(spec.eval_rows, spec.num_producers, spec.leases_per_producer)
         self.events = EventLog(spec.events_path)
         self.events.append("started", run=spec.run_id, ring=ring.path, version=self.ledger.version)
@@ -56,7 +56,7 @@ class Hub:
         self.publisher = PlanPublisher(ring, local, server.send)
         self.times: dict[str, m.TimeReport] = {}
         self.filtered: dict[str, float] = {}
-        self.notes: list[str] = []
+        self.last_drop = ""
         self.extremes = {"all_right": 0, "all_wrong": 0}
         self._attached: set[str] = set()
         self._expected = _expected_peers(spec)
@@ -101,7 +101,7 @@ class Hub:
             if self._failure is None and self._everybody_here():
                 self._advance()
             for name in self.server.tick():
-                self._fail(f"{name} has been silent for {self.spec.timing.peer_timeout_seconds:.0f} s", -1)
+                self._fail(f"{name} has been silent for {self.spec.timing.peer_timeout_seconds:.0f} s")
             self._write_events()
             if self._failure is not None:
                 return self._leave(1)
@@ -115,7 +115,7 @@ class Hub:
                 raise ProtocolError(f"{name} sent {type(message).__name__}, which only the hub sends")
             handler(name, message, frames)
         except ProtocolError as error:
-            self._fail(f"protocol broken by {name}: {error}", -1)
+            self._fail(f"protocol broken by {name}: {error}")
 
     def _everybody_here(self) -> bool:
         """Whether all peers have said hello; nothing is leased, planned or announced before."""
@@ -127,6 +127,7 @@ class Hub:
         return not self._expected
 
     def _advance(self) -> None:
+        self._advance_evaluation()  # first: an evaluator that has just got its version must not get other work too
         granted: dict[int, list[Lease]] = {}
         for producer, lease in self.ledger.grant():
             granted.setdefault(producer, []).append(lease)
@@ -136,7 +137,6 @@ class Hub:
             self.server.send(_producer(producer), m.Leases(leases))
         for entry in self.ledger.plan():
             self._publish(entry)
-        self._advance_evaluation()
         if self._ended_at and not self._final_sent:
             self._send_final()
 
@@ -237,6 +237,7 @@ class Hub:
             self.filtered[key] = self.filtered.get(key, 0.0) + value
 
     def _dropped(self, name: str, message: m.Dropped, frames: Any) -> None:
+        self.last_drop = message.detail or self.last_drop
         self.ledger.drop(message.lease_id, DropReason(message.reason), message.detail)
 
     def _returned(self, name: str, message: m.Returned, frames: Any) -> None:
@@ -311,11 +312,11 @@ class Hub:
         self.ledger.request_stop()
 
     def _failed(self, name: str, message: m.Failed, frames: Any) -> None:
-        self._fail(message.error, _index(name))
+        self._fail(message.error, reported=True)
 
     def _goodbye(self, name: str, message: m.Goodbye, frames: Any) -> None:
         if self._finished is None:
-            self._fail(f"{name} left before the end of the run", -1)
+            self._fail(f"{name} left before the end of the run")
 
     # ---------------------------------------------------------------- the end
 
@@ -329,19 +330,22 @@ class Hub:
             self.server.send(
                 "consumer:0",
                 m.FinalReport(
-                    self.ledger.counts() | self.extremes, self.ledger.dropped_by_reason, self.notes, dict(self.times)
+                    self.ledger.counts() | self.extremes,
+                    self.ledger.dropped_by_reason,
+                    self.last_drop,
+                    dict(self.times),
                 ),
             )
 
     def _everybody_left(self) -> bool:
         return bool(self.server.peers) and all(peer.left for peer in self.server.peers.values())
 
-    def _fail(self, error: str, origin: int) -> None:
+    def _fail(self, error: str, reported: bool = False) -> None:
         if self._failure is None:
             self._failure = error
-            self.ledger.events.append({"kind": "failed", "error": error, "origin": origin})
+            self.ledger.events.append({"kind": "failed", "error": error})
             for name in self._names(""):
-                self.server.send(name, m.Abort(error, origin))
+                self.server.send(name, m.Abort(error, reported))
 
     def _leave(self, status: int) -> int:
         deadline = time.monotonic() + (_LEAVE_SECONDS if status == 0 else 2.0)

@@ -54,6 +54,8 @@ class HubSpec(Struct, frozen=True, kw_only=True):
     eval_rows: dict[str, int] = {}
     evaluate_first: bool = False
     """Evaluate the version that the run starts with."""
+    model_saved: bool = False
+    """Whether the restored version has a complete model folder, so that it need not be saved again."""
     restored: Optional[dict[str, Any]] = None
     """A snapshot of the ledger; bytes in it travel as base64."""
 

@@ -27,9 +27,8 @@ def run_rank(config: RunConfig, env: TorchrunEnv) -> int:
     try:
         reason = _run_role(rank)
     except PeerLostError as error:
-        # The rank that failed first has said why; this one only follows.
         logger.info("%s", error)
-        if not _is_echo(error):
+        if not error.reported:
             print(error_line(env.rank, rank.title, error), file=sys.stderr, flush=True)
         return 1
     except UserError as error:
@@ -51,10 +50,6 @@ def _run_role(rank: Rank) -> str:
     from zbgrpo.engine.build_producer import run_producer
 
     return run_producer(rank)
-
-
-def _is_echo(error: PeerLostError) -> bool:
-    return str(error).startswith("rank ")
 
 
 def _report(rank: Rank, error: BaseException) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,7 @@ from zbgrpo.weights.subscriber import WeightSubscriber
 logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.02
-_REPORT_STEPS = 50
+_REPORT_SECONDS = 0.5
 
 
 @dataclass
@@ -69,7 +70,6 @@ class Producer:
         self,
         config: RunConfig,
         *,
-        index: int,
         backend: InferenceBackend,
         pool: RewardPool,
         prompts: PromptSource,
@@ -79,18 +79,17 @@ class Producer:
         events: EventLog,
         stop_requested: Callable[[], str | None],
     ) -> None:
-        self.config, self.index = config, index
+        self.config = config
         self.backend, self.pool, self.prompts = backend, pool, prompts
         self.channel, self.subscriber = channel, subscriber
         self.time, self.events, self.stop_requested = ledger, events, stop_requested
         self.work: dict[int, _Work] = {}  # by key
         self.hold: int | None = None  # the version to stay with while it is evaluated
-        self.evaluating = 0
         self.finished: str | None = None
         self._next_key = 0
         self._received = 0
         self._asked = (-1, -1)
-        self._turns = 0
+        self._reported_at = 0.0
         self._stop_sent = False
         self._verdicts: list[m.Message] = []
 
@@ -111,7 +110,7 @@ class Producer:
     # ------------------------------------------------------------------------------------------ messages in
 
     def _take_messages(self) -> None:
-        idle = not self.backend.num_active and not self.backend.num_unstarted and self.pool_is_idle
+        idle = not self.backend.num_active and not self.backend.num_unstarted and not self.work
         if not idle:
             self._handle_all(0.0)
         elif self.subscriber.applied_version < 0:
@@ -120,11 +119,6 @@ class Producer:
         else:
             with self.time.phase(phases.EVAL if self.hold is not None else phases.STARVED):
                 self._handle_all(_IDLE_SECONDS)
-
-    @property
-    def pool_is_idle(self) -> bool:
-        """Whether nothing waits for a verdict."""
-        return not self.work
 
     def _handle_all(self, timeout_seconds: float) -> None:
         received = self.channel.receive(timeout_seconds)
@@ -144,10 +138,6 @@ class Producer:
             case m.EvaluationLeases():
                 for evaluation_lease in message.leases:
                     self._start_evaluation_lease(evaluation_lease)
-            case m.WeightsStart():
-                self.subscriber.expect(message.version)
-                if message.hold:
-                    self.hold = message.version
             case m.ReleaseVersion(version):
                 if self.hold == version:
                     self.hold = None
@@ -172,7 +162,6 @@ class Producer:
             stream(self.config.seed, f"evaluation/{lease.task}", Uid(0, lease.row), 0, n)
             for n in range(evaluation.num_generations)
         ]
-        self.evaluating += 1
         self._submit(lease, row, streams, evaluation.temperature)
 
     def _submit(self, lease: Any, row: Row, streams: list[int], temperature: float) -> None:
@@ -184,12 +173,12 @@ class Producer:
     # ------------------------------------------------------------------------------------------ weights, leases
 
     def _apply_new_weights(self) -> None:
-        incoming = self.subscriber.ready()
-        if incoming is None or (self.hold is not None and incoming.version > self.hold):
+        if self.subscriber.ready() is None or self.hold is not None:
             return
         with self.time.phase(phases.BLOCKED_ON_WEIGHTS if self.subscriber.applied_version >= 0 else phases.STARTUP):
             applied = self.subscriber.apply()
         if applied is not None:
+            self.hold = applied.version if applied.keep else None
             self.backend.weights_changed(applied.version)
             logger.info("version %d applied", applied.version)
             self.events.append("applied", version=applied.version, digest=applied.digest)
@@ -271,7 +260,8 @@ class Producer:
                 self._drop(lease, DropReason.REWARD_ERROR, detail)
             return None
         payload = self._payload(work, outcomes)
-        if not (np.isfinite(payload.rewards).all() and np.isfinite(payload.logprobs).all()):
+        numbers = (payload.rewards, payload.format_acc, payload.ans_acc, payload.logprobs)
+        if not all(np.isfinite(values).all() for values in numbers):
             self._drop(lease, DropReason.NON_FINITE, f"row {work.row.line}: a reward or log-prob is not finite")
             return None
         algorithm = self.config.algorithm
@@ -351,7 +341,6 @@ class Producer:
         versions = {version for r in responses for _, version in r.spans}
         assert versions == {lease.version}, f"evaluation of version {lease.version} used {versions}"
         self.channel.send(m.Evaluated(lease.lease_id, result))
-        self.evaluating -= 1
 
     def _log(self, kind: str, lease: Lease, **fields: Any) -> None:
         self.events.append(kind, lease=lease.lease_id, uid=list(lease.uid), attempt=lease.attempt, **fields)
@@ -359,10 +348,9 @@ class Producer:
     # ------------------------------------------------------------------------------------------ time
 
     def _report(self) -> None:
-        self._turns += 1
-        if self._turns % _REPORT_STEPS == 0:
+        if time.monotonic() - self._reported_at >= _REPORT_SECONDS:
             self._send_times()
 
     def _send_times(self) -> None:
-        counters = {"tokens": float(getattr(self.backend, "num_generated_tokens", 0))}
-        self.channel.send(m.TimeReport(self.time.snapshot(), counters))
+        self._reported_at = time.monotonic()
+        self.channel.send(m.TimeReport(self.time.snapshot()))

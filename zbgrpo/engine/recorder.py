@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from zbgrpo.algorithms.advantages import group_advantages
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.evaluation.report import summarise, write_rows
 from zbgrpo.ledger.evaluation import EvaluationResult
+from zbgrpo.observe.events import iter_events
 from zbgrpo.observe.metrics import MetricsWriter
 from zbgrpo.observe.progress import Progress
 from zbgrpo.observe.rolloutlog import RolloutLog, rollout_group
@@ -36,8 +38,6 @@ class Recorder:
         self._last_times: dict[str, dict[str, float]] = {}
         self._started = self._last_step_at = time.monotonic()
         self.num_tokens = self.num_samples = 0
-        self.accuracy: dict[int, dict[str, float | None]] = {}
-        """By version, then task."""
 
     @property
     def num_waiting(self) -> int:
@@ -117,9 +117,7 @@ class Recorder:
         return role_bubble(deltas)
 
     def rollouts(self, version: int, groups: list[TrainGroup], decode: Callable[[list[int]], str]) -> None:
-        """Write sampled groups of the step that trained `version`, if it is one to be sampled."""
-        if version % self._config.observe.rollout_interval:
-            return
+        """Write a few of the groups of the step that trained `version`."""
         import torch
 
         lines = []
@@ -137,15 +135,20 @@ class Recorder:
     def evaluation(self, version: int, rows: list[EvaluationResult]) -> None:
         """Write an evaluation's rows and figures, and show the accuracy."""
         folder = Path(self._config.evaluation.save_dir) / self._config.project
-        by_task = self.accuracy.setdefault(version, {})
         for task in self._config.evaluation.datasets:
             results = [row for row in rows if row.task == task]
             write_rows(folder, task, version, results)
             figures = summarise(results)
-            by_task[task] = figures["accuracy"]
             self._writer.write_eval({"step": version, "task": task, **figures})
             shown = "-" if figures["accuracy"] is None else f"{figures['accuracy']:.1%}"
             self._progress.note(f"evaluation at step {version}: {task} {shown} of {len(results)} rows")
+
+    def _measured(self) -> dict[int, dict[str, float | None]]:
+        """Accuracies by step and task, of earlier starts of the run too."""
+        measured: dict[int, dict[str, float | None]] = {}
+        for line in iter_events(self._log_dir / "eval.jsonl"):
+            measured.setdefault(line["step"], {})[line["task"]] = line["accuracy"]
+        return measured
 
     def summary(
         self, final: m.FinalReport, steps: int, exit_reason: str, topology_ranks: dict[str, int], paths: dict[str, Path]
@@ -156,15 +159,15 @@ class Recorder:
             for name, report in sorted(final.times.items())
             if name in topology_ranks
         ]
-        first, last = min(self.accuracy, default=None), max(self.accuracy, default=None)
-        measured_after = last is not None and last == steps and last != first
+        measured = self._measured()
+        before = min(measured, default=None)
         summary = build_summary(
             steps=steps,
             seconds=time.monotonic() - self._started,
             exit_reason=exit_reason,
             tasks=list(self._config.evaluation.datasets),
-            accuracy_before=self.accuracy.get(first, {}) if first is not None else {},
-            accuracy_after=self.accuracy.get(last, {}) if measured_after and last is not None else {},
+            accuracy_before={} if before is None else measured[before],
+            accuracy_after=measured.get(steps, {}) if before != steps else {},
             ledger=_totals(final.counts),
             dropped_by_reason=final.dropped_by_reason,
             ranks=ranks,
@@ -187,4 +190,4 @@ def _resident_megabytes() -> float | None:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):
         return None
-    return pages * 4096 / 2**20
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,13 +37,12 @@ class _Group:
     logits: Tensor | None = None  # [V], at the last prompt token
 
 
-@dataclass
-class _Slot:
-    group: _Group
-    index: int
-    tokens: np.ndarray  # int32 [max_new_tokens]
-    logprobs: np.ndarray  # float32 [max_new_tokens]
-    length: int
+class _Slot(NamedTuple):
+    """A response being decoded; what changes with every token is in arrays by slot. It does not keep its group: the
+    prompt's keys and values go when the group's last response has started."""
+
+    key: int
+    response_index: int
     spans: list[tuple[int, int]]
 
 
@@ -64,12 +63,13 @@ class TransformersBackend:
         self._cache = SlotCache(self._num_slots, max_prompt_tokens + config.max_new_tokens)
         self._waiting: deque[_Group] = deque()
         self._slots: list[_Slot] = []
-        self._version = -1
+        self._version, self._version_is_new = -1, False
         self._streams = np.zeros(self._num_slots, dtype=np.uint64)
         self._temperatures = np.ones(self._num_slots)
         self._lengths = np.zeros(self._num_slots, dtype=np.int64)  # tokens of the response so far
         self._prompts = np.zeros(self._num_slots, dtype=np.int64)
-        self._last = np.zeros(self._num_slots, dtype=np.int64)
+        self._tokens = np.zeros((self._num_slots, self._max_new), dtype=np.int32)
+        self._logprobs = np.zeros((self._num_slots, self._max_new), dtype=np.float32)
         self.num_generated_tokens = 0
 
     @property
@@ -85,13 +85,15 @@ class TransformersBackend:
         return sum(len(group.request.streams) - group.started for group in self._waiting)
 
     def submit(self, request: GenerationRequest) -> None:
+        if len(request.streams) == 0:
+            raise ValueError(f"request {request.key} asks for no response: its streams are empty")
         self._waiting.append(_Group(request))
 
     def live_weights(self) -> Mapping[str, Tensor]:
         return dict(named_weights(self._model))
 
     def weights_changed(self, version: int) -> None:
-        self._version = version
+        self._version, self._version_is_new = version, True
         for group in self._waiting:
             group.prefix = group.logits = None
 
@@ -104,6 +106,8 @@ class TransformersBackend:
         """Start what fits, then decode one token of every active response."""
         finished = self._start()
         if self._slots:
+            if self._version_is_new:
+                self._begin_spans()
             logits = self._decode()
             finished += self._append(range(len(self._slots)), logits)
         return finished
@@ -133,9 +137,7 @@ class TransformersBackend:
         self._streams[slot] = np.uint64(request.streams[group.started])
         self._temperatures[slot] = request.temperature
         self._prompts[slot], self._lengths[slot] = len(request.prompt_ids), 0
-        tokens = np.empty(self._max_new, dtype=np.int32)
-        logprobs = np.empty(self._max_new, dtype=np.float32)
-        self._slots.append(_Slot(group, group.started, tokens, logprobs, 0, []))
+        self._slots.append(_Slot(request.key, group.started, [(0, self._version)]))
         group.started += 1
 
     def _prefill(self) -> None:
@@ -188,40 +190,47 @@ class TransformersBackend:
         )
         return output.logits[:, -1].float()
 
+    def _begin_spans(self) -> None:
+        """The next token of every response is of a version that those before it may not have."""
+        for slot, length in zip(self._slots, self._lengths.tolist(), strict=False):  # slots in use are the first ones
+            if slot.spans[-1][1] != self._version:
+                slot.spans.append((length, self._version))
+        self._version_is_new = False
+
     def _append(self, slots: range, logits: Tensor) -> list[Response]:
         """Sample one token for each of these slots (rows of logits) and free the slots that have finished."""
-        rows = np.arange(slots.start, slots.stop)
-        draws = uniforms(self._streams[rows], self._lengths[rows])
-        chosen, logprobs = sample(logits, self._temperatures[rows], draws, self._top_k, self._top_p)
-        tokens, values = chosen.cpu().numpy(), logprobs.cpu().numpy()
-        self.num_generated_tokens += len(rows)
-        self._last[rows] = tokens
-        self._lengths[rows] += 1
-        ended, suspect = self._rule.is_end(tokens), self._rule.may_complete(tokens)
-        done: list[tuple[int, FinishReason]] = []
-        for row, slot_number in enumerate(slots):
-            slot = self._slots[slot_number]
-            slot.tokens[slot.length], slot.logprobs[slot.length] = tokens[row], values[row]
-            if not slot.spans or slot.spans[-1][1] != self._version:
-                slot.spans.append((slot.length, self._version))
-            slot.length += 1
-            if ended[row]:
-                done.append((slot_number, FinishReason.END_TOKEN))
-            elif suspect[row] and self._rule.has_stop_string(slot.tokens[: slot.length]):
-                done.append((slot_number, FinishReason.STOP_STRING))
-            elif slot.length == self._max_new:
-                done.append((slot_number, FinishReason.LENGTH))
-        return [self._free(slot_number, reason) for slot_number, reason in reversed(done)]
+        part = slice(slots.start, slots.stop)
+        lengths = self._lengths[part]  # views: they change below
+        draws = uniforms(self._streams[part], lengths)
+        chosen, values = sample(logits, self._temperatures[part], draws, self._top_k, self._top_p)
+        tokens = chosen.cpu().numpy()
+        self._tokens[np.arange(slots.start, slots.stop), lengths] = tokens
+        self._logprobs[np.arange(slots.start, slots.stop), lengths] = values.cpu().numpy()
+        lengths += 1
+        self.num_generated_tokens += len(slots)
+        ended = self._rule.is_end(tokens)
+        stopped = np.zeros(len(slots), dtype=bool)
+        for row in np.flatnonzero(self._rule.may_complete(tokens) & ~ended).tolist():
+            stopped[row] = self._rule.has_stop_string(self._tokens[slots[row], : lengths[row]])
+        reasons = np.select(
+            [ended, stopped, lengths == self._max_new],
+            [FinishReason.END_TOKEN, FinishReason.STOP_STRING, FinishReason.LENGTH],
+            default=_GOES_ON,
+        )
+        done = np.flatnonzero(reasons != _GOES_ON)[::-1].tolist()  # from the last: freeing moves the last slot
+        return [self._free(slots[row], FinishReason(int(reasons[row]))) for row in done]
 
     def _free(self, number: int, reason: FinishReason) -> Response:
         """Take a response out; the last slot moves into its place."""
-        slot, last = self._slots[number], len(self._slots) - 1
+        slot, last, length = self._slots[number], len(self._slots) - 1, int(self._lengths[number])
+        tokens, logprobs = self._tokens[number, :length].copy(), self._logprobs[number, :length].copy()
         if number != last:
-            length = int(self._prompts[last] + self._lengths[last]) - 1
-            self._cache.move(last, number, length)
+            self._cache.move(last, number, int(self._prompts[last] + self._lengths[last]) - 1)
             self._slots[number] = self._slots[last]
-            for array in (self._streams, self._temperatures, self._lengths, self._prompts, self._last):
+            for array in (self._streams, self._temperatures, self._lengths, self._prompts):
                 array[number] = array[last]
+            moved = int(self._lengths[last])
+            for matrix in (self._tokens, self._logprobs):
+                matrix[number, :moved] = matrix[last, :moved]
         self._slots.pop()
-        tokens, logprobs = slot.tokens[: slot.length].copy(), slot.logprobs[: slot.length].copy()
-        return Response(slot.group.request.key, slot.index, tokens, logprobs, slot.spans, reason)
+        return Response(slot.key, slot.response_index, tokens, logprobs, slot.spans, reason)

@@ -385,9 +385,11 @@ class Ledger:
             "data": self.data.snapshot(live),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take a snapshot; only on a fresh ledger with the same data order. Its version counts as not evaluated."""
-        self.version = self.saved_version = state["version"]
+    def restore(self, state: dict[str, Any], saved: bool = True) -> None:
+        """Take a snapshot; only on a fresh ledger with the same data order. Its version counts as not evaluated, and
+        as saved unless told otherwise: at the end of a run it is saved then."""
+        self.version = state["version"]
+        self.saved_version = self.version if saved else self.version - 1
         self._open = self._open_step(self.version)
         self.evaluated_version = self.version - 1
         self._next_lease_id = state["next_lease_id"]

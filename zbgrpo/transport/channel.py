@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from zbgrpo.errors import PeerLostError, ProtocolError
@@ -49,7 +49,8 @@ class Channel:
         self._max_message_bytes = max_message_bytes
         self._outbox: deque[tuple[list[Message], Sequence[Buffer]]] = deque()
         self._inbox: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
-        self._routes: dict[type, queue.SimpleQueue[Received | None]] = {}
+        self._queues = [self._inbox]
+        self._routes: dict[type, Callable[[Received], None]] = {}
         self._link: Link[list[Buffer]] = Link(timing.resend_seconds)
         self._failure: PeerLostError | None = None
         self._closing = threading.Event()
@@ -60,9 +61,14 @@ class Channel:
     def route(self, *kinds: type) -> queue.SimpleQueue[Received | None]:
         """A queue of its own for these message types; None in it means that the channel has failed."""
         own: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
+        self._queues.append(own)
         for kind in kinds:
-            self._routes[kind] = own
+            self._routes[kind] = own.put
         return own
+
+    def deliver(self, kind: type, callback: Callable[[Received], None]) -> None:
+        """Call back for messages of this type, in the channel's own thread: it must neither wait nor fail."""
+        self._routes[kind] = callback
 
     def start(self) -> Channel:
         """Start the thread; routes must be set before."""
@@ -179,12 +185,12 @@ class Channel:
             return True
         for message in header.messages:
             if isinstance(message, Abort):
-                self._fail(PeerLostError(message.error))
+                self._fail(PeerLostError(message.error, message.reported))
             else:
-                self._routes.get(type(message), self._inbox).put(Received(message, frames))
+                self._routes.get(type(message), self._inbox.put)(Received(message, frames))
         return True
 
     def _fail(self, error: PeerLostError) -> None:
         self._failure = error
-        for target in {id(q): q for q in (self._inbox, *self._routes.values())}.values():
+        for target in self._queues:
             target.put(None)

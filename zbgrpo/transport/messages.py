@@ -124,7 +124,7 @@ class WeightsStart(Struct, frozen=True, tag=True):
     broadcast: int
     version: int
     hold: bool = False
-    """Set by the hub for evaluating producers: keep this version until `ReleaseVersion`."""
+    """Set by the hub for evaluators of a version that is due: apply it, and stay with it until `ReleaseVersion`."""
 
 
 class BroadcastsDone(Struct, frozen=True, tag=True):
@@ -138,10 +138,9 @@ class Release(Struct, frozen=True, tag=True):
 
 
 class TimeReport(Struct, frozen=True, tag=True):
-    """Rank -> hub: seconds by phase so far, and counters."""
+    """Rank -> hub: seconds by phase so far."""
 
     seconds: dict[str, float]
-    counters: dict[str, float]
 
 
 class StopRequest(Struct, frozen=True, tag=True):
@@ -238,7 +237,8 @@ class FinalReport(Struct, frozen=True, tag=True):
 
     counts: dict[str, int]
     dropped_by_reason: dict[str, int]
-    notes: list[str]
+    last_drop: str
+    """Detail of the last group that was dropped with one."""
     times: dict[str, TimeReport]
 
 
@@ -249,10 +249,10 @@ class Finished(Struct, frozen=True, tag=True):
 
 
 class Abort(Struct, frozen=True, tag=True):
-    """Hub -> everybody: the run has failed; leave at once. `origin` is the rank that failed, -1 for the hub."""
+    """Hub -> everybody: the run has failed; leave at once. `reported`: whoever failed has said so on the screen."""
 
     error: str
-    origin: int = -1
+    reported: bool = False
 
 
 Message = Union[

@@ -23,6 +23,7 @@ from torch import Tensor
 from zbgrpo.errors import WeightSyncError, ZbgrpoError
 from zbgrpo.groups.process_groups import reason_of
 from zbgrpo.weights.manifest import WeightManifest, digest
+from zbgrpo.weights.streams import background_stream
 
 
 class Sent(NamedTuple):
@@ -171,19 +172,18 @@ class WeightPublisher:
 
     def _send(self, staging: _Staging) -> Sent:
         start = time.monotonic()
-        if staging.ready is not None:
-            staging.ready.synchronize()
         self._announce(self._broadcasts, staging.version)
-        works = [
-            dist.broadcast(bucket, src=self._source_rank, group=self._group, async_op=True)
-            for bucket in staging.buckets
-        ]
-        value = digest(staging.views)  # computed while the buckets travel
-        works.append(dist.broadcast(_trailer(staging.version, value, self._device), src=self._source_rank,
-                                    group=self._group, async_op=True))  # fmt: skip
-        for work in works:
-            work.wait()
+        with background_stream(self._device, staging.ready) as finish:
+            works = [self._broadcast(bucket) for bucket in staging.buckets]
+            value = digest(staging.views)  # computed while the buckets travel
+            works.append(self._broadcast(_trailer(staging.version, value, self._device)))
+            for work in works:
+                work.wait()
+            finish()
         return Sent(staging.version, value, time.monotonic() - start)
+
+    def _broadcast(self, tensor: Tensor) -> dist.Work:
+        return dist.broadcast(tensor, src=self._source_rank, group=self._group, async_op=True)
 
 
 def _trailer(version: int, value: str, device: torch.device) -> Tensor:

@@ -1,18 +1,19 @@
 """The receiving side: one per producer rank, with a background thread that fills a shadow copy.
 
 States of the shadow copy: EMPTY -> RECEIVING -> READY -> EMPTY (applied, or overwritten by a newer version).
-Invariant: a version becomes READY only when all its buckets and its trailer have arrived and its digest agrees, and
-`apply` takes READY versions only: half a version is never used. Versions that are applied never go back.
+Invariants: a version becomes READY only when all its buckets and its trailer have arrived and its digest agrees, and
+`apply` takes READY versions only: half a version is never used. Versions that are applied never go back. A version
+that was announced to be kept (it is due for evaluation) is not overwritten before it has been applied: the broadcast
+of the next one waits for that, in this thread and in the source's, while decoding and training go on.
 
-Example: version 3 is READY and held back for an evaluation of version 2; version 4 arrives and overwrites it; after
-the evaluation the producer goes from 2 to 4.
+Example: version 3 is READY while the producer stays with version 2, which is evaluated; version 4 arrives and
+overwrites 3; after the evaluation the producer goes from 2 to 4. Were 3 to be kept, 4 would arrive after it.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from zbgrpo.errors import WeightSyncError, ZbgrpoError
 from zbgrpo.groups.process_groups import reason_of
 from zbgrpo.weights.manifest import WeightManifest, digest
+from zbgrpo.weights.streams import background_stream
 
 
 class Incoming(NamedTuple):
@@ -30,6 +32,8 @@ class Incoming(NamedTuple):
 
     version: int
     digest: str
+    keep: bool = False
+    """Announced as due for evaluation here: whoever applies it stays with it until told otherwise."""
 
 
 class WeightSubscriber:
@@ -56,19 +60,19 @@ class WeightSubscriber:
         for name, view in manifest.views(self._current).items():
             view.copy_(self._live[name].detach())
             self._live[name].data = view
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._ready: Incoming | None = None
         self._unreported: int | None = None  # applied, and its live digest not yet taken
         self._failure: ZbgrpoError | None = None
-        self._jobs: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[str, int, bool]] = queue.SimpleQueue()
+        self._closing = False
         self.applied_version = -1
-        self.receive_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="weight-subscriber", daemon=True)
         self._thread.start()
 
-    def expect(self, version: int) -> None:
-        """The source has begun to broadcast this version: join in, in the background."""
-        self._jobs.put(("receive", version))
+    def expect(self, version: int, keep: bool = False) -> None:
+        """The source has begun to broadcast this version: join in, in the background. From any thread."""
+        self._jobs.put(("receive", version, keep))
 
     def ready(self) -> Incoming | None:
         """The complete version in the shadow copy, if there is one; raises a failure of the background thread."""
@@ -92,12 +96,16 @@ class WeightSubscriber:
             self._shadow, self._current = self._current, self._shadow
             self._ready, self.applied_version = None, incoming.version
             self._unreported = incoming.version
-        self._jobs.put(("report", incoming.version))
+            self._lock.notify_all()
+        self._jobs.put(("report", incoming.version, False))
         return incoming
 
     def close(self) -> None:
         """Stop after the broadcast in work."""
-        self._jobs.put(("close", 0))
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        self._jobs.put(("close", 0, False))
         self._thread.join(5.0)
 
     # ------------------------------------------------------------------------------------------ the thread
@@ -105,9 +113,9 @@ class WeightSubscriber:
     def _run(self) -> None:
         try:
             while (job := self._jobs.get())[0] != "close":
-                kind, version = job
+                kind, version, keep = job
                 if kind == "receive":
-                    self._receive(version)
+                    self._receive(version, keep)
                 else:
                     self._report()
         except ZbgrpoError as error:
@@ -123,25 +131,29 @@ class WeightSubscriber:
         if version is not None:
             self._on_applied(version, digest({spec.name: self._live[spec.name] for spec in self._manifest.specs}))
 
-    def _receive(self, version: int) -> None:
-        start = time.monotonic()
+    def _receive(self, version: int, keep: bool) -> None:
         with self._lock:
+            while self._ready is not None and self._ready.keep and not self._closing:
+                self._lock.wait(1.0)
+            if self._closing:
+                return
             self._ready = None
             shadow = self._shadow
         self._report()
-        trailer = torch.zeros(2, dtype=torch.int64, device=self._device)
-        works = [
-            dist.broadcast(tensor, src=self._source_rank, group=self._group, async_op=True)
-            for tensor in (*shadow, trailer)
-        ]
-        for work in works:
-            work.wait()
-        sent_version, sent_digest = trailer.tolist()
-        value = digest(self._manifest.views(shadow))
+        with background_stream(self._device) as finish:
+            trailer = torch.zeros(2, dtype=torch.int64, device=self._device)
+            works = [
+                dist.broadcast(tensor, src=self._source_rank, group=self._group, async_op=True)
+                for tensor in (*shadow, trailer)
+            ]
+            for work in works:
+                work.wait()
+            finish()
+            sent_version, sent_digest = trailer.tolist()
+            value = digest(self._manifest.views(shadow))
         if sent_version != version or f"{sent_digest:016x}" != value:
             raise WeightSyncError(
                 f"version {version} arrived damaged: digest {value}, but {sent_digest:016x} of {sent_version} was sent"
             )
-        self.receive_seconds = time.monotonic() - start
         with self._lock:
-            self._ready = Incoming(version, value)
+            self._ready = Incoming(version, value, keep)

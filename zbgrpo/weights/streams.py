@@ -1,0 +1,25 @@
+"""CUDA streams of the background threads, so that a broadcast never queues in front of computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def background_stream(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[Callable[[], None]]:
+    """Work inside runs on a stream of its own, behind the event `after`; the function given waits for all of it.
+
+    On a CPU there are no streams, and nothing to wait for.
+    """
+    if device.type != "cuda":
+        yield lambda: None
+        return
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            yield stream.synchronize
