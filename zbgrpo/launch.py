@@ -48,7 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _start(config: RunConfig, env: TorchrunEnv) -> int:
     from zbgrpo.engine.finished import finished_at
 
-    if (version := finished_at(config)) is not None:
+    try:
+        version = finished_at(config)
+    except UserError as error:
+        if env.rank == 0:
+            print(f"zbgrpo: {error}", file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    if version is not None:
         if env.rank == 0:
             print(
                 f"zbgrpo: the run {config.project!r} has finished with step {version}; nothing to do. Raise "

@@ -92,7 +92,7 @@ def pack(groups: Sequence[GroupPayload], version: int, rules: PackingRules) -> I
         first = 0
         while first < group.num_responses:
             count = min(room, group.num_responses - first)
-            rows.append(_Row(prepared, range(first, first + count)))
+            rows.append(_Row(prepared, slice(first, first + count)))
             first, room = first + count, room - count
             if room == 0:
                 yield _assemble(rows)
@@ -102,87 +102,99 @@ def pack(groups: Sequence[GroupPayload], version: int, rules: PackingRules) -> I
 
 
 class _Group:
-    """A group with everything about it that does not depend on the split."""
+    """A group with everything about it that does not depend on the split. T = its response tokens."""
 
     def __init__(self, payload: GroupPayload, version: int, rules: PackingRules) -> None:
         self.payload, self.rules = payload, rules
-        self.starts = np.concatenate([[0], np.cumsum(payload.lengths)])
+        self.starts = np.concatenate([[0], np.cumsum(payload.lengths)])  # int64 [R + 1]
+        self.response = np.repeat(np.arange(payload.num_responses), payload.lengths)  # int64 [T]
+        self.within = np.arange(self.starts[-1]) - self.starts[self.response]  # int64 [T], place in the response
         self.advantages = group_advantages(torch.from_numpy(payload.rewards.copy())).float()
-        self.lag = version - payload.token_versions()
         self.truncated = payload.finish == FinishReason.LENGTH
+        self.lag = version - payload.token_versions()
         self.mask = self.lag <= rules.max_token_lag
         if rules.mask_truncated:
-            self.mask &= ~np.repeat(self.truncated, payload.lengths)
+            self.mask &= ~self.truncated[self.response]
+        is_newest = np.logical_and.reduceat(self.lag == 0, self.starts[:-1])  # no response is empty
+        self.on_policy = is_newest[self.response]
 
 
-@dataclass
 class _Row:
-    group: _Group
-    responses: range
+    """Consecutive responses of a group."""
 
-    @property
-    def tokens(self) -> slice:
+    def __init__(self, group: _Group, responses: slice) -> None:
+        self.group, self.responses = group, responses
+        self.num_responses = responses.stop - responses.start
+        self.tokens = slice(int(group.starts[responses.start]), int(group.starts[responses.stop]))
         """Its part of the group's response tokens."""
-        starts = self.group.starts
-        return slice(int(starts[self.responses.start]), int(starts[self.responses.stop]))
-
-    @property
-    def length(self) -> int:
-        return len(self.group.payload.prompt_ids) + self.tokens.stop - self.tokens.start
+        self.length = len(group.payload.prompt_ids) + self.tokens.stop - self.tokens.start
 
 
 def _assemble(rows: Sequence[_Row]) -> Microbatch:
-    width = max(row.length for row in rows)
-    shape = (len(rows), width)
+    ids, positions, segments, predictors = _layout(rows)
+    firsts = np.cumsum([0, *(row.num_responses for row in rows)])  # of each row, counted through the microbatch
+    index = [
+        row.group.response[row.tokens] + (first - row.responses.start) for row, first in zip(rows, firsts, strict=False)
+    ]
+    return Microbatch(
+        input_ids=torch.from_numpy(ids),
+        position_ids=torch.from_numpy(positions),
+        segments=torch.from_numpy(segments),
+        rows=torch.from_numpy(predictors),
+        targets=_joined([row.group.payload.response_ids[row.tokens] for row in rows], np.int64),
+        old_logprobs=_joined([row.group.payload.logprobs[row.tokens] for row in rows], np.float32),
+        response_index=_joined(index, np.int64),
+        mask=_joined([row.group.mask[row.tokens] for row in rows], np.bool_),
+        advantages=torch.cat([row.group.advantages[row.responses] for row in rows]),
+        on_policy=_joined([row.group.on_policy[row.tokens] for row in rows], np.bool_),
+        stats=_statistics(rows),
+    )
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: type) -> Tensor:
+    """The parts one after the other, copied."""
+    return torch.from_numpy(np.concatenate(parts, dtype=dtype))
+
+
+def _layout(rows: Sequence[_Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """`input_ids`, `position_ids`, `segments` and `rows` of a `Microbatch`."""
+    shape = (len(rows), max(row.length for row in rows))
     ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     segments = np.full(shape, -1, np.int64)
-    predictors, targets, old, index, mask, on_policy = [], [], [], [], [], []
-    advantages: list[float] = []
-    stats = dict.fromkeys(STATISTICS, 0.0)
+    predictors = []
     for number, row in enumerate(rows):
-        group, payload, tokens = row.group, row.group.payload, row.tokens
-        num_prompt, lengths = len(payload.prompt_ids), payload.lengths[row.responses.start : row.responses.stop]
-        end = row.length
-        ids[number, :num_prompt], ids[number, num_prompt:end] = payload.prompt_ids, payload.response_ids[tokens]
-        positions[number, :num_prompt] = np.arange(num_prompt)
-        within = np.concatenate([np.arange(n) for n in lengths])
-        positions[number, num_prompt:end] = num_prompt + within
+        group, tokens = row.group, row.tokens
+        num_prompt, end = len(group.payload.prompt_ids), row.length
+        within = group.within[tokens]
+        ids[number, :num_prompt], ids[number, num_prompt:end] = (
+            group.payload.prompt_ids,
+            group.payload.response_ids[tokens],
+        )
+        positions[number, :num_prompt], positions[number, num_prompt:end] = np.arange(num_prompt), num_prompt + within
         segments[number, :num_prompt] = 0
-        segments[number, num_prompt:end] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+        segments[number, num_prompt:end] = group.response[tokens] + (1 - row.responses.start)
         # The first token of a response is predicted by the prompt's last position, the others by their neighbour.
-        own = np.arange(num_prompt, end)
-        predictors.append(number * width + np.where(within == 0, num_prompt - 1, own - 1))
-        targets.append(payload.response_ids[tokens])
-        old.append(payload.logprobs[tokens])
-        index.append(len(advantages) + np.repeat(np.arange(len(lengths)), lengths))
-        mask.append(group.mask[tokens])
-        lag = group.lag[tokens]
-        newest = np.array([(lag[index[-1] - len(advantages) == i] == 0).all() for i in range(len(lengths))])
-        on_policy.append(np.repeat(newest, lengths))
-        advantages.extend(group.advantages[row.responses.start : row.responses.stop].tolist())
-        stats["responses"] += len(lengths)
-        stats["truncated"] += float(group.truncated[row.responses.start : row.responses.stop].sum())
-        stats["tokens"] += float(lengths.sum())
+        columns = np.where(within == 0, num_prompt - 1, np.arange(num_prompt - 1, end - 1))
+        predictors.append(number * shape[1] + columns)
+    return ids, positions, segments, np.concatenate(predictors)
+
+
+def _statistics(rows: Sequence[_Row]) -> dict[str, float]:
+    """The sums of `STATISTICS`."""
+    stats = dict.fromkeys(STATISTICS, 0.0)
+    for row in rows:
+        group, payload, part = row.group, row.group.payload, row.responses
+        lag = group.lag[row.tokens]
+        stats["responses"] += row.num_responses
+        stats["truncated"] += float(group.truncated[part].sum())
+        stats["tokens"] += len(lag)
         stats["lag"] += float(lag.sum())
         stats["lag_max"] = max(stats["lag_max"], float(lag.max()))
         stats["lag_left_out"] += float((lag > group.rules.max_token_lag).sum())
-        part = slice(row.responses.start, row.responses.stop)
         stats["reward"] += float(payload.rewards[part].sum())
         stats["format_acc"] += float(payload.format_acc[part].sum())
         stats["ans_acc"] += float(payload.ans_acc[part].sum())
-        if row.responses.start == 0:
+        if part.start == 0:
             stats["groups"] += 1.0
             stats["zero_variance"] += float((payload.rewards == payload.rewards[0]).all())
-    return Microbatch(
-        torch.from_numpy(ids),
-        torch.from_numpy(positions),
-        torch.from_numpy(segments),
-        torch.from_numpy(np.concatenate(predictors)),
-        torch.from_numpy(np.concatenate(targets).astype(np.int64)),
-        torch.from_numpy(np.concatenate(old).astype(np.float32)),
-        torch.from_numpy(np.concatenate(index).astype(np.int64)),
-        torch.from_numpy(np.concatenate(mask)),
-        torch.tensor(advantages, dtype=torch.float32),
-        torch.from_numpy(np.concatenate(on_policy)),
-        stats,
-    )
+    return stats

@@ -44,7 +44,12 @@ def save_state(
     token: str,
     ledger: Callable[[], dict[str, Any]],
 ) -> None:
-    """Write state-N together with all consumers; `ledger` is asked on rank 0 only. Then older ones may go."""
+    """Write state-N together with all consumers; `ledger` is asked on rank 0 only. Then older ones may go.
+
+    When it returns on rank 0, the state is complete and `latest` names it. The other ranks go on as soon as every rank
+    has its part on the disk: reading all of it back for the checksums can take longer than a collective may. Their
+    next save waits for rank 0 in its first barrier, so two saves never overlap.
+    """
     parent = save_folder(config)
     transaction = FolderTransaction(parent / f"state-{version}", token)
     if rank == 0:
@@ -60,7 +65,6 @@ def save_state(
         transaction.commit({"version": version})
         set_latest(parent, f"state-{version}")
         remove_old(parent, "state-", config.checkpoint.keep_states)
-    _barrier(group)
 
 
 def save_model(config: RunConfig, trainer: TrainerBackend, tokenizer: Any, version: int) -> None:

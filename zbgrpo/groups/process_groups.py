@@ -6,12 +6,16 @@
     weights/i  source consumer of pipeline stage i + producers broadcasts, from a background thread
 
 Every group has its own connections and its own timeout, so that a broadcast never waits for a gradient.
+
+NCCL needs a GPU of its own for every rank of a group. Each rank therefore tells the others which GPU it uses, and the
+backends follow from that list alone, so that all ranks choose the same. A group whose ranks share a GPU uses gloo,
+which takes CUDA tensors too (through host memory).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +27,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from zbgrpo.config.schema import RunConfig
-from zbgrpo.errors import PeerLostError
+from zbgrpo.errors import ConfigError, PeerLostError
 from zbgrpo.topology.env import TorchrunEnv
 from zbgrpo.topology.roles import Topology
 
@@ -44,40 +48,94 @@ def connect(env: TorchrunEnv, config: RunConfig) -> Store:
     timeout = timedelta(seconds=config.cluster.timeout_seconds)
     try:
         store, rank, world_size = next(rendezvous("env://", rank=env.rank, world_size=env.world_size, timeout=timeout))
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        ours = PrefixStore("zbgrpo", store)
+        ours.set(f"gpu/{rank}", _own_gpu(env))
         dist.init_process_group(
-            backend, store=PrefixStore("world", store), rank=rank, world_size=world_size, timeout=timeout
+            group_backend(_gpus(ours, range(world_size))),
+            store=PrefixStore("world", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
         )
     except dist.DistError as error:
         raise PeerLostError(f"rank {env.rank} could not meet the other {env.world_size - 1} ranks: {error}") from error
-    return PrefixStore("zbgrpo", store)
+    return ours
 
 
 def make_groups(store: Store, topology: Topology, config: RunConfig) -> ProcessGroups:
-    """Make all subgroups. Every rank calls this once, after `connect`."""
+    """Make all subgroups. Every rank calls this once, after `connect`.
+
+    Raises `ConfigError`, on every rank, when the weights cannot travel the way that was asked for.
+    """
     consumers = list(topology.consumer_ranks)
     producers = list(topology.producer_ranks)
     timeout = timedelta(seconds=config.cluster.timeout_seconds)
     weights_timeout = timedelta(seconds=config.weights.timeout_seconds)
+    gpus = _gpus(store, range(topology.world_size))
+    for_weights = weights_backend(config, gpus)
     return ProcessGroups(
         store,
-        _new_group(consumers, timeout, None),
-        _new_group(producers, timeout, None),
+        _new_group(consumers, timeout, group_backend([gpus[rank] for rank in consumers])),
+        _new_group(producers, timeout, group_backend([gpus[rank] for rank in producers])),
         [
-            _new_group(list(topology.weights_ranks(stage)), weights_timeout, weights_backend(config))
+            _new_group(list(topology.weights_ranks(stage)), weights_timeout, for_weights)
             for stage in range(topology.pp_size)
         ],
     )
 
 
-def weights_backend(config: RunConfig) -> str:
-    """Backend of the weights groups: nccl when every rank has a GPU of its own, else gloo."""
-    if config.weights.transport != "auto":
-        return "gloo" if config.weights.transport == "gloo" else "nccl"
-    return "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= config.world_size else "gloo"
+def group_backend(gpus: Sequence[str]) -> str:
+    """Backend of a group whose ranks use these GPUs: NCCL for CUDA tensors if each rank has one of its own, else
+    gloo for everything."""
+    return "cpu:gloo,cuda:nccl" if shared_gpu(gpus) is None else "gloo"
 
 
-def _new_group(ranks: list[int], timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
+def weights_backend(config: RunConfig, gpus: Sequence[str]) -> str:
+    """Backend of the weights groups, from the GPUs of all ranks. `auto`: nccl if each rank has its own, else gloo.
+
+    Raises `ConfigError` for nccl between ranks that share a GPU or have none, and for nccl with staging on the CPU.
+    """
+    transport, shared = config.weights.transport, shared_gpu(gpus)
+    if transport == "gloo" or (transport == "auto" and shared is not None):
+        return "gloo"
+    if shared is not None:
+        raise ConfigError(
+            f"--weight-transport {transport}: needs a GPU of its own for every rank, but {shared}; use auto or gloo, "
+            "or start no more ranks on a node than it has GPUs"
+        )
+    if config.weights.staging == "cpu":
+        raise ConfigError(
+            f"--weight-staging cpu: nccl (--weight-transport {transport}) cannot send from the CPU; use "
+            "--weight-staging device, or --weight-transport gloo, which is slower"
+        )
+    return "nccl"
+
+
+def shared_gpu(gpus: Sequence[str]) -> str | None:
+    """None if every rank has a GPU of its own, else what is in the way, for people. By rank; "" stands for no GPU."""
+    users: dict[str, int] = {}
+    for rank, gpu in enumerate(gpus):
+        if not gpu:
+            return f"rank {rank} has none"
+        if gpu in users:
+            return f"ranks {users[gpu]} and {rank} share one"
+        users[gpu] = rank
+    return None
+
+
+def _own_gpu(env: TorchrunEnv) -> str:
+    """A name of this rank's GPU that no other GPU of any node has; "" without one."""
+    if not torch.cuda.is_available():
+        return ""
+    # By its UUID and not by counting, for a launcher may show each rank a single GPU, and two launchers one machine.
+    return str(torch.cuda.get_device_properties(env.local_rank % torch.cuda.device_count()).uuid)
+
+
+def _gpus(store: Store, ranks: range) -> list[str]:
+    return [store.get(f"gpu/{rank}").decode() for rank in ranks]
+
+
+def _new_group(ranks: list[int], timeout: timedelta, backend: str) -> dist.ProcessGroup:
     group: Any = dist.new_group(ranks, timeout=timeout, backend=backend)
     return group
 

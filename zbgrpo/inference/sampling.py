@@ -42,12 +42,13 @@ def sample(
     logits [n, V]; draws in [0, 1) [n]. A temperature of 0 takes the most likely token. The log-prob is that of the
     full softmax at the row's temperature (at 1 for greedy rows), also when top_k or top_p narrow the choice.
     """
-    scale = torch.as_tensor(np.asarray(temperatures, dtype=np.float32), device=logits.device)
+    on_host = np.asarray(temperatures, dtype=np.float32)
+    scale = torch.as_tensor(on_host, device=logits.device)
     greedy = scale == 0
     logprobs = torch.log_softmax(logits.float() / torch.where(greedy, 1.0, scale)[:, None], dim=-1)
     weights = _narrow(logprobs.exp(), top_k, top_p)
     tokens = _inverse_cdf(weights, torch.as_tensor(draws, device=logits.device))
-    if bool(greedy.any()):
+    if (on_host == 0).any():  # not asked on the device, which would wait for it
         tokens = torch.where(greedy, logprobs.argmax(dim=-1), tokens)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 

@@ -12,10 +12,9 @@ class StopRule:
     """Decides from token ids alone; text is only looked at when a token could complete a stop string."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, end_ids: Sequence[int], stop: Sequence[str]) -> None:
-        self.end_ids = sorted({int(i) for i in end_ids})
         self._tokenizer, self._stop = tokenizer, [s for s in stop if s]
         self._is_end = np.zeros(vocabulary, dtype=bool)
-        self._is_end[[i for i in self.end_ids if i < vocabulary]] = True
+        self._is_end[[i for i in end_ids if i < vocabulary]] = True
         self._may_complete = np.zeros(vocabulary, dtype=bool)
         if self._stop:
             # The token that completes a stop string contains its last character (or a piece of its bytes).

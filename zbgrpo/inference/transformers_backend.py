@@ -27,6 +27,7 @@ from zbgrpo.types import FinishReason
 from zbgrpo.weights.manifest import named_weights
 
 _PREFILL_TOKENS = 8192  # padded tokens of one prefill batch
+_GOES_ON = -1  # beside the values of FinishReason
 
 
 @dataclass
@@ -68,6 +69,7 @@ class TransformersBackend:
         self._temperatures = np.ones(self._num_slots)
         self._lengths = np.zeros(self._num_slots, dtype=np.int64)  # tokens of the response so far
         self._prompts = np.zeros(self._num_slots, dtype=np.int64)
+        self._last = np.zeros(self._num_slots, dtype=np.int64)  # the newest token
         self._tokens = np.zeros((self._num_slots, self._max_new), dtype=np.int32)
         self._logprobs = np.zeros((self._num_slots, self._max_new), dtype=np.float32)
         self.num_generated_tokens = 0
@@ -192,7 +194,7 @@ class TransformersBackend:
 
     def _begin_spans(self) -> None:
         """The next token of every response is of a version that those before it may not have."""
-        for slot, length in zip(self._slots, self._lengths.tolist(), strict=False):  # slots in use are the first ones
+        for slot, length in zip(self._slots, self._lengths[: len(self._slots)].tolist(), strict=True):
             if slot.spans[-1][1] != self._version:
                 slot.spans.append((length, self._version))
         self._version_is_new = False
@@ -200,12 +202,13 @@ class TransformersBackend:
     def _append(self, slots: range, logits: Tensor) -> list[Response]:
         """Sample one token for each of these slots (rows of logits) and free the slots that have finished."""
         part = slice(slots.start, slots.stop)
-        lengths = self._lengths[part]  # views: they change below
+        lengths = self._lengths[part]  # a view
         draws = uniforms(self._streams[part], lengths)
         chosen, values = sample(logits, self._temperatures[part], draws, self._top_k, self._top_p)
         tokens = chosen.cpu().numpy()
-        self._tokens[np.arange(slots.start, slots.stop), lengths] = tokens
-        self._logprobs[np.arange(slots.start, slots.stop), lengths] = values.cpu().numpy()
+        self._last[part] = tokens
+        numbers = np.arange(slots.start, slots.stop)
+        self._tokens[numbers, lengths], self._logprobs[numbers, lengths] = tokens, values.cpu().numpy()
         lengths += 1
         self.num_generated_tokens += len(slots)
         ended = self._rule.is_end(tokens)
@@ -227,7 +230,7 @@ class TransformersBackend:
         if number != last:
             self._cache.move(last, number, int(self._prompts[last] + self._lengths[last]) - 1)
             self._slots[number] = self._slots[last]
-            for array in (self._streams, self._temperatures, self._lengths, self._prompts):
+            for array in (self._streams, self._temperatures, self._lengths, self._prompts, self._last):
                 array[number] = array[last]
             moved = int(self._lengths[last])
             for matrix in (self._tokens, self._logprobs):

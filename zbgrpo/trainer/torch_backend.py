@@ -28,7 +28,7 @@ from zbgrpo.types import GroupPayload
 from zbgrpo.weights.manifest import named_weights
 
 MAX_SKIPPED_STEPS = 5
-_SUMS = (*STATISTICS, *LOSS_STATISTICS, "loss", "denominator", "entropy", "gap", "gap_tokens")
+_DEVICE_SUMS = (*LOSS_STATISTICS, "loss", "denominator", "entropy", "gap", "gap_tokens")
 _MAXIMA = ("lag_max",)  # statistics that are not summed over ranks but maximised
 
 
@@ -59,7 +59,8 @@ class TorchTrainer:
         self._num_schedule_steps = num_schedule_steps
         self._loss = _loss_config(algorithm)
         self._step = self._skipped_in_a_row = 0
-        self._sums = dict.fromkeys(_SUMS, 0.0)
+        self._host_sums = dict.fromkeys(STATISTICS, 0.0)
+        self._device_sums = torch.zeros(len(_DEVICE_SUMS), dtype=torch.float64, device=self._device)
         self._prepare_gradients()
         # The fused kernel reads and writes each value once; it exists for float32 on CPU and CUDA.
         self._optimizer = torch.optim.AdamW(
@@ -108,18 +109,19 @@ class TorchTrainer:
             reference,
         )
         sums.loss.backward()  # type: ignore[no-untyped-call]
-        gap = (logprobs.detach() - batch.old_logprobs).abs()[batch.on_policy]
-        stats = {name: float(value) for name, value in sums.stats.items()} | batch.stats
-        stats |= {
-            "loss": float(sums.loss.detach()),
-            "denominator": float(sums.denominator),
-            "entropy": float(entropy.sum(dtype=torch.float64)),
-            "gap": float(gap.sum(dtype=torch.float64)),
-            "gap_tokens": float(len(gap)),
+        # Nothing is read here: the host goes on to the next microbatch while the device works on this one.
+        gap = torch.where(batch.on_policy, (logprobs.detach() - batch.old_logprobs).abs(), 0.0)
+        values = sums.stats | {
+            "loss": sums.loss.detach(),
+            "denominator": sums.denominator,
+            "entropy": entropy.sum(dtype=torch.float64),
+            "gap": gap.sum(dtype=torch.float64),
+            "gap_tokens": batch.on_policy.sum(dtype=torch.float64),
         }
-        for name, value in stats.items():
-            old = self._sums[name]
-            self._sums[name] = max(old, value) if name in _MAXIMA else old + value
+        self._device_sums += torch.stack([values[name] for name in _DEVICE_SUMS])
+        for name, value in batch.stats.items():
+            old = self._host_sums[name]
+            self._host_sums[name] = max(old, value) if name in _MAXIMA else old + value
 
     def _logprobs(self, model: Any, batch: Microbatch, with_entropy: bool) -> tuple[Tensor, Tensor]:
         head = model.get_output_embeddings()
@@ -170,11 +172,12 @@ class TorchTrainer:
 
     def _reduce_sums(self) -> dict[str, float]:
         """Sums over all ranks. The first thing that ranks do together in a step: waiting here is imbalance."""
+        sums = self._host_sums | dict(zip(_DEVICE_SUMS, self._device_sums.tolist(), strict=True))
         if self._group is None or self.mesh.dp == 1:
-            return dict(self._sums)
-        names = sorted(self._sums)
-        added = torch.tensor([self._sums[n] for n in names], dtype=torch.float64)
-        largest = torch.tensor([self._sums[n] for n in _MAXIMA], dtype=torch.float64)
+            return sums
+        names = sorted(sums)
+        added = torch.tensor([sums[n] for n in names], dtype=torch.float64)
+        largest = torch.tensor([sums[n] for n in _MAXIMA], dtype=torch.float64)
         with self._wait(), collective("meeting the other consumers at the end of a step"):
             dist.all_reduce(added, group=self._group)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
@@ -191,7 +194,8 @@ class TorchTrainer:
 
     def discard(self) -> None:
         self._gradients.zero_()
-        self._sums = dict.fromkeys(_SUMS, 0.0)
+        self._host_sums = dict.fromkeys(STATISTICS, 0.0)
+        self._device_sums.zero_()
 
     # ------------------------------------------------------------------------------------------ weights and state
 
