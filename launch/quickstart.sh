@@ -49,12 +49,13 @@ main() {
     fi
     "$VENV/bin/torchrun" --signals-to-handle "$SIGNALS" --standalone --nproc-per-node 2 -m zbgrpo.launch "${flags[@]}"
     echo "quickstart: ${SECONDS} s (task and model ${made_seconds} s, run $((SECONDS - made_seconds)) s)"
+    local bin="${VENV#"$REPOSITORY/"}/bin"
     cat <<END
 quickstart: the trained model is in quickstart/model_out/quickstart, the figures of every step in
             quickstart/logs/quickstart/metrics.jsonl. What to do next, in $REPOSITORY:
-              $VENV/bin/zbgrpo rollouts quickstart/rollouts/quickstart/step-0.jsonl    # read responses
-              $VENV/bin/zbgrpo check-ledger quickstart/logs/quickstart                 # what became of each group
-              bash launch/quickstart.sh -a DAPO                                        # another algorithm
+              $bin/zbgrpo rollouts quickstart/rollouts/quickstart/step-0.jsonl    # read responses
+              $bin/zbgrpo check-ledger quickstart/logs/quickstart                 # what became of each group
+              bash launch/quickstart.sh -a DAPO    # another algorithm
             Your own model and data: README.md
 END
 }

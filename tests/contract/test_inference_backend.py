@@ -6,6 +6,7 @@ The witness is the plain Hugging Face model: one forward pass of one sequence, a
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from tests.support.engines import (
     BACKENDS,
+    MAX_PROMPT_TOKENS,
     Endless,
     Setup,
     assert_logprobs,
@@ -32,8 +34,10 @@ from tests.support.engines import (
     with_ends,
 )
 from tests.support.models import EOS, EOT, PAD, log_softmax_of, perturbed, tiny_model, tiny_tokenizer
+from zbgrpo.config.schema import InferenceConfig
 from zbgrpo.inference.base import InferenceBackend, Response
 from zbgrpo.inference.sampling import uniforms
+from zbgrpo.inference.transformers_backend import TransformersBackend
 from zbgrpo.types import FinishReason
 
 Make = Callable[[Setup], InferenceBackend]
@@ -212,6 +216,30 @@ def test_requests_may_come_at_any_time(make: Make, model: Any) -> None:
     drain(backend, done)
     assert backend.step() == []
     assert {n: r.token_ids.tolist() for n, r in done.items()} == {n: r.token_ids.tolist() for n, r in at_once.items()}
+
+
+def test_a_request_for_no_response_is_an_error(make: Make, model: Any) -> None:
+    backend = make(Setup(model))
+    with pytest.raises(ValueError, match=r"request 7.*streams are empty"):
+        backend.submit(request_of(7, [1, 2], 0))
+    assert backend.num_unstarted == 0 and backend.step() == []
+
+
+def test_a_prompt_is_dropped_when_its_last_response_has_started(model: Any) -> None:
+    backend = TransformersBackend(
+        no_end(model),
+        Endless(tiny_tokenizer()),
+        InferenceConfig(num_generations=1, inference_microbatch_size=2, max_new_tokens=6),
+        (),
+        MAX_PROMPT_TOKENS,
+    )
+    backend.submit(request_of(0, [5, 6, 7], 3))
+    backend.step()
+    prefix = weakref.ref(backend._waiting[0].prefix)
+    while backend.num_unstarted:
+        assert prefix() is not None
+        backend.step()
+    assert backend.num_active == 1 and prefix() is None
 
 
 # ------------------------------------------------------------------------------------------------ ends

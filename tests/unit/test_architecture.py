@@ -295,7 +295,7 @@ def test_everything_is_caught_only_where_a_process_ends() -> None:
             if any(kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in kinds):
                 yield node.lineno  # type: ignore[attr-defined]
 
-    assert places(broad, ("engine/lifecycle.py", "rewards/worker.py")) == []
+    assert places(broad, ("engine/lifecycle.py", "engine/hub_process.py", "rewards/worker.py")) == []
 
 
 # --------------------------------------------------------------------------------------------- what an import loads

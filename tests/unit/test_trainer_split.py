@@ -26,6 +26,7 @@ from tests.support.training import (
     relative_error,
     train,
 )
+from zbgrpo.algorithms.packing import pack
 from zbgrpo.errors import NonFiniteError
 from zbgrpo.trainer.schedule import learning_rate, schedule_steps
 from zbgrpo.trainer.torch_backend import TorchTrainer
@@ -108,6 +109,39 @@ def test_statistics_do_not_depend_on_the_split(model: Any, groups: list[GroupPay
         results.append(commit_without_update(trainer)[1].sums)
     for other in results[1:]:
         assert other == pytest.approx(results[0], rel=1e-4)
+
+
+def test_tokens_that_do_not_count_may_be_nan_and_leave_no_statistic_without_a_value(
+    model: Any, groups: list[GroupPayload]
+) -> None:
+    logprobs = groups[2].logprobs.copy()
+    logprobs[groups[2].lengths[:5].sum() :][: groups[2].lengths[5]] = math.nan  # response 5, which is too old
+    trainer = make_trainer(model, GRPO)
+    train(trainer, [[groups[1], groups[2]._replace(logprobs=logprobs)]])
+    sums = commit_without_update(trainer)[1].sums
+    assert all(math.isfinite(value) for value in sums.values()) and sums["gap_tokens"] > 0
+    train(trainer, [[groups[1], groups[2]]])
+    assert commit_without_update(trainer)[1].sums == sums
+
+
+def test_a_microbatch_is_trained_without_waiting_for_the_device(
+    model: Any, groups: list[GroupPayload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every read of a value counts: on an accelerator each one would stop the host until the device is idle."""
+    reads: list[str] = []
+    for name in ("item", "tolist", "__float__", "__bool__", "__int__", "cpu", "nonzero"):
+        real = getattr(torch.Tensor, name)
+
+        def counted(self: torch.Tensor, *args: Any, name: str = name, real: Any = real, **kwargs: Any) -> Any:
+            reads.append(name)
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    trainer = make_trainer(model, GRPO)
+    for batch in list(pack(groups[:2], VERSION, trainer._rules)):  # packing is on the host
+        reads.clear()
+        trainer._train_microbatch(batch)
+        assert reads == []
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])

@@ -115,8 +115,8 @@ class _Group:
         self.mask = self.lag <= rules.max_token_lag
         if rules.mask_truncated:
             self.mask &= ~self.truncated[self.response]
-        is_newest = np.logical_and.reduceat(self.lag == 0, self.starts[:-1])  # no response is empty
-        self.on_policy = is_newest[self.response]
+        num_older = np.bincount(self.response, self.lag != 0, minlength=payload.num_responses)
+        self.on_policy = num_older[self.response] == 0
 
 
 class _Row:
@@ -132,9 +132,9 @@ class _Row:
 
 def _assemble(rows: Sequence[_Row]) -> Microbatch:
     ids, positions, segments, predictors = _layout(rows)
-    firsts = np.cumsum([0, *(row.num_responses for row in rows)])  # of each row, counted through the microbatch
+    firsts = np.cumsum([0, *(row.num_responses for row in rows[:-1])])  # of each row, counted through the microbatch
     index = [
-        row.group.response[row.tokens] + (first - row.responses.start) for row, first in zip(rows, firsts, strict=False)
+        row.group.response[row.tokens] + (first - row.responses.start) for row, first in zip(rows, firsts, strict=True)
     ]
     return Microbatch(
         input_ids=torch.from_numpy(ids),

@@ -92,10 +92,10 @@ def _source(kind: str, path: str, flag: str) -> str:
 def _refuse_incomplete(found: dict[str, Any], path: str) -> None:
     """Weights that the files lack, or have in another shape, would be random numbers."""
     mismatched = [name for name, *_ in found["mismatched_keys"]]
-    for names, problem in ((found["missing_keys"], "lack"), (mismatched, "have in another shape than config.json says")):
+    for names, problem in ((found["missing_keys"], "lack"), (mismatched, "do not fit config.json in the shape of")):
         if names:
             first, more = min(names), f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ModelError(f"model {path}: its files {problem}: {first}{more}")
+            raise ModelError(f"model {path}: its files {problem} {first}{more}")
 
 
 def _refuse_unsupported(model: Any, path: str) -> None:

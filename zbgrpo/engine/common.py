@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zbgrpo.config.schema import RunConfig
+from zbgrpo.engine import startup
 from zbgrpo.engine.hub_process import address_of
 from zbgrpo.engine.rank import Rank
 from zbgrpo.engine.startup import MAX_MESSAGE_BYTES, Document
@@ -53,7 +54,8 @@ def log_start(rank: Rank, device: torch.device) -> None:
 
 
 def gather_nodes(store: Any, rank: Rank) -> list[int]:
-    """Node of every rank, by rank."""
+    """Node of every rank, by rank. Also tells the others this node's address, for `startup.prepare`."""
+    startup.tell_address(store, rank.env)
     store.set(f"node/{rank.env.rank}", str(rank.env.node_rank))
     return [int(store.get(f"node/{other}")) for other in range(rank.env.world_size)]
 

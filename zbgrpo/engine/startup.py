@@ -7,6 +7,7 @@ file that only the user can read.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, Optional
 
 import msgspec
 
-from zbgrpo.checkpoint.folder import RunLock
+from zbgrpo.checkpoint.folder import LOCK_NAME, MANIFEST_NAME, RunLock, verify_folder
 from zbgrpo.config.load import dump_yaml
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.config.sizes import ring_bytes
@@ -27,7 +28,7 @@ from zbgrpo.engine import saving
 from zbgrpo.engine.finished import save_folder
 from zbgrpo.engine.hub_process import ChildProcess
 from zbgrpo.engine.hub_spec import HubSpec, ReaderSpec
-from zbgrpo.errors import DataError, RunFolderError
+from zbgrpo.errors import ConfigError, DataError, RunFolderError
 from zbgrpo.observe.events import iter_events, void_later
 from zbgrpo.rewards.prompts import default_system_prompt
 from zbgrpo.topology.env import TorchrunEnv
@@ -94,16 +95,26 @@ def make_renderer(config: RunConfig, tokenizer: Any) -> PromptRenderer:
 
 def claim_folders(config: RunConfig) -> RunLock:
     """Keep other runs out of the run's folders; with --resume never, move what an earlier run left in them aside."""
-    folders = (save_folder(config), log_folder(config))
-    used = [folder for folder in folders if folder.exists() and any(folder.iterdir())]
     lock = RunLock(save_folder(config))
     lock.acquire()
-    if config.checkpoint.resume == "never" and used:
-        lock.release()
+    if config.checkpoint.resume == "never":
+        used = [folder for folder in run_folders(config) if _is_used(folder)]
+        if save_folder(config) in used:
+            lock.release()  # its file moves along
         for folder in used:
             print(f"zbgrpo: --resume never: {folder} was moved to {saving.move_aside(folder)}", flush=True)
         lock.acquire()
     return lock
+
+
+def run_folders(config: RunConfig) -> list[Path]:
+    """All folders that a run writes into, each once."""
+    others = (config.observe.rollout_save_dir, config.evaluation.save_dir)
+    return list(dict.fromkeys([save_folder(config), log_folder(config), *(Path(p) / config.project for p in others)]))
+
+
+def _is_used(folder: Path) -> bool:
+    return folder.is_dir() and any(entry.name != LOCK_NAME for entry in folder.iterdir())
 
 
 def prepare(
@@ -114,8 +125,12 @@ def prepare(
     renderer: PromptRenderer,
     rows: list[Row],
     evaluation: dict[str, list[Row]],
+    store: Any = None,
 ) -> Prepared:
-    """Everything that rank 0 does before the others can start."""
+    """Everything that rank 0 does before the others can start.
+
+    `store`: where the other nodes have told their addresses (`tell_address`).
+    """
     log_dir = log_folder(config)
     saved = saving.find_saved(config)
     version = saved.version if saved is not None else 0
@@ -136,13 +151,14 @@ def prepare(
     _write_config(config, log_dir)
     void_events(log_dir, version, saved.ledger if saved is not None else None)
     evaluate_first = bool(evaluation) and (version == 0 or version % config.evaluation.interval == 0)
-    spec = _hub_spec(config, env, topology, nodes, log_dir)
+    spec = _hub_spec(config, topology, nodes, log_dir, _hub_host(env, nodes, store))
     spec = msgspec.structs.replace(
         spec,
         num_rows=len(usable.indices),
         eval_rows={task: len(task_rows) for task, task_rows in evaluation.items()},
         eval_interval=config.evaluation.interval if evaluation else None,
         evaluate_first=evaluate_first,
+        model_saved=saved is not None and _has_model(config, saved),
         restored=saved.ledger if saved is not None else None,
     )
     hub = ChildProcess("zbgrpo.engine.hub", spec, config.cluster.timeout_seconds)
@@ -172,13 +188,84 @@ def _require_rows(config: RunConfig, num_usable: int, num_rows: int) -> None:
         )
 
 
-def _hub_spec(config: RunConfig, env: TorchrunEnv, topology: Topology, nodes: list[int], log_dir: Path) -> HubSpec:
+def _has_model(config: RunConfig, saved: saving.SavedRun) -> bool:
+    """Whether the model folder of the restored version is complete, and was written after this very state."""
+    model = save_folder(config) / f"step-{saved.version}"
+    if saved.folder.parent.resolve() != save_folder(config).resolve():
+        return False
+    try:
+        verify_folder(model, checksums=False)
+        # An older one can be of another history: of a run that had come this far before it went back to resume.
+        return (model / MANIFEST_NAME).stat().st_mtime_ns >= (saved.folder / MANIFEST_NAME).stat().st_mtime_ns
+    except (RunFolderError, OSError):
+        return False
+
+
+def tell_address(store: Any, env: TorchrunEnv) -> None:
+    """Put the address of this node from which it reaches MASTER_ADDR into the store."""
+    store.set(f"address/{env.rank}", _route_to(env.master_addr, env.master_port) or "")
+
+
+def _route_to(host: str, port: int) -> str | None:
+    """This machine's own IPv4 address on the route to a host; None without a route. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))
+        except OSError:
+            return None
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _hub_host(env: TorchrunEnv, nodes: list[int], store: Any) -> str | None:
+    """The one address that the hub listens on; None when all ranks are on one node.
+
+    It is what MASTER_ADDR means here. A machine often has its own name as a loopback address in /etc/hosts, where
+    other nodes cannot reach it: then it is its address on the route to the first node that is another machine. Raises
+    `ConfigError`, naming MASTER_ADDR, when there is none that can be listened on.
+    """
+    if len(set(nodes)) == 1:
+        return None
+    name = env.master_addr
+    try:
+        found = ipaddress.ip_address(socket.gethostbyname(name))
+    except OSError as error:
+        raise ConfigError(f"MASTER_ADDR: {name!r} is not known here: {error}; {_ADVICE}") from error
+    host = str(found)
+    if found.is_loopback and not _is_literally_loopback(name) and store is not None:
+        others = [rank for rank, node in enumerate(nodes) if node != nodes[0]]
+        addresses = [store.get(f"address/{rank}").decode() for rank in others]
+        routes = [_route_to(address, env.master_port) for address in addresses if address]
+        # Loopback on both sides is right when the nodes are launchers on one machine.
+        outward = [route for route in routes if route and not ipaddress.ip_address(route).is_loopback]
+        host = next(iter([*outward, *filter(None, routes)]), host)
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_ADDR: {name!r} means {host} here, where the hub cannot listen: {error.strerror}; {_ADVICE}"
+        ) from error
+    return host
+
+
+_ADVICE = "set it (torchrun --master-addr) to an address of the first node that the other nodes reach"
+
+
+def _is_literally_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+def _hub_spec(config: RunConfig, topology: Topology, nodes: list[int], log_dir: Path, host: str | None) -> HubSpec:
     several_nodes = len(set(nodes)) > 1
     security = config.transport.security
     return HubSpec(
         run_id=secrets.token_hex(8),
         node=nodes[0],
-        host=socket.gethostbyname(env.master_addr) if several_nodes else None,
+        host=host,
         curve=security == "curve" or (security == "auto" and several_nodes),
         timing=Timing(
             config.transport.heartbeat_seconds,
@@ -206,9 +293,9 @@ def _hub_spec(config: RunConfig, env: TorchrunEnv, topology: Topology, nodes: li
 
 def start_relay(config: RunConfig, env: TorchrunEnv, topology: Topology, document: Document, rank: int) -> ChildProcess:
     """The relay of this rank's node; called by the lowest consumer rank of each further node."""
-    spec = _hub_spec(config, env, topology, document.nodes, Path(document.log_dir))
+    spec = _hub_spec(config, topology, document.nodes, Path(document.log_dir), None)
     spec = msgspec.structs.replace(
-        spec, run_id=document.run_id, node=document.nodes[rank], host=None, curve=False, hub_address=document.hub
+        spec, run_id=document.run_id, node=document.nodes[rank], curve=False, hub_address=document.hub
     )
     return ChildProcess("zbgrpo.engine.relay", spec, config.cluster.timeout_seconds)
 

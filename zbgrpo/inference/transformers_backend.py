@@ -27,7 +27,6 @@ from zbgrpo.types import FinishReason
 from zbgrpo.weights.manifest import named_weights
 
 _PREFILL_TOKENS = 8192  # padded tokens of one prefill batch
-_GOES_ON = -1  # beside the values of FinishReason
 
 
 @dataclass
@@ -211,17 +210,15 @@ class TransformersBackend:
         self._tokens[numbers, lengths], self._logprobs[numbers, lengths] = tokens, values.cpu().numpy()
         lengths += 1
         self.num_generated_tokens += len(slots)
-        ended = self._rule.is_end(tokens)
-        stopped = np.zeros(len(slots), dtype=bool)
-        for row in np.flatnonzero(self._rule.may_complete(tokens) & ~ended).tolist():
-            stopped[row] = self._rule.has_stop_string(self._tokens[slots[row], : lengths[row]])
-        reasons = np.select(
-            [ended, stopped, lengths == self._max_new],
-            [FinishReason.END_TOKEN, FinishReason.STOP_STRING, FinishReason.LENGTH],
-            default=_GOES_ON,
-        )
-        done = np.flatnonzero(reasons != _GOES_ON)[::-1].tolist()  # from the last: freeing moves the last slot
-        return [self._free(slots[row], FinishReason(int(reasons[row]))) for row in done]
+        ended, full = self._rule.is_end(tokens), lengths == self._max_new
+        reasons = {row: FinishReason.LENGTH for row in np.flatnonzero(full | ended).tolist()}
+        for row in np.flatnonzero(self._rule.may_complete(tokens)).tolist():
+            if self._rule.has_stop_string(self._tokens[slots[row], : lengths[row]]):
+                reasons[row] = FinishReason.STOP_STRING
+        for row in np.flatnonzero(ended).tolist():
+            reasons[row] = FinishReason.END_TOKEN
+        # From the last one, because freeing a slot moves the last into its place.
+        return [self._free(slots[row], reasons[row]) for row in sorted(reasons, reverse=True)]
 
     def _free(self, number: int, reason: FinishReason) -> Response:
         """Take a response out; the last slot moves into its place."""

@@ -9,10 +9,12 @@ import contextlib
 import ipaddress
 import os
 import secrets
+import shutil
 import socket
 import tempfile
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
 import zmq.auth
@@ -22,6 +24,8 @@ from zbgrpo.errors import ProtocolError, ResourceError
 
 HIGH_WATER_MARK = 100_000  # messages; memory is bounded by leases and the plan window, not by ZeroMQ
 _HEARTBEAT_MILLISECONDS = 2_000
+_FOLDER_PREFIX = "zbgrpo-"
+_YOUNG_NANOSECONDS = 60_000_000_000
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,10 @@ class Router(_Base):
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if host is None:
-            self._folder = tempfile.mkdtemp(prefix="zbgrpo-")
+            # A folder that only this user can enter, and not Linux's abstract names, which have no permissions: a run
+            # id is no secret that could stand in for them.
+            self._folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
+            _remove_abandoned_folders(os.stat(self._folder).st_mtime_ns)
             endpoint = f"ipc://{self._folder}/{secrets.token_hex(4)}"
             self._socket.bind(endpoint)
             return endpoint
@@ -205,6 +212,35 @@ class Dealer(_Base):
     def writable(self) -> bool:
         """Whether there is a connection that takes messages."""
         return bool(self._socket.poll(0, zmq.POLLOUT))
+
+
+def _remove_abandoned_folders(now_ns: int) -> None:
+    """Remove this user's socket folders in which nobody listens any more: their processes were killed.
+
+    `now_ns`: the file system's time of this moment.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):  # somebody else's, or gone meanwhile
+            status, entries = folder.stat(), list(folder.iterdir())
+            # Not a young one: between binding and listening a socket looks as if nobody listened.
+            young = now_ns - status.st_mtime_ns < _YOUNG_NANOSECONDS
+            if status.st_uid == os.getuid() and not young and entries and all(map(_is_abandoned, entries)):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether this is a Unix socket that nobody listens on."""
+    if not path.is_socket():
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
 
 
 def _means_all(host: str) -> bool:

@@ -1,0 +1,99 @@
+"""Which backend each process group gets, from the GPUs that the ranks say they use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from zbgrpo.config import fields
+from zbgrpo.config.schema import RunConfig
+from zbgrpo.errors import ConfigError
+from zbgrpo.groups import process_groups
+from zbgrpo.topology.env import TorchrunEnv
+from zbgrpo.topology.roles import Topology
+
+NCCL, GLOO = "cpu:gloo,cuda:nccl", "gloo"
+OWN, TRAINERS_SHARE, PRODUCERS_SHARE = ["a", "b", "c", "d"], ["a", "a", "b", "c"], ["a", "b", "c", "c"]
+SOME_HAVE_NONE, NONE = ["a", "b", "c", ""], [""] * 4
+
+
+def config_of(transport: str = "auto", staging: str = "device") -> RunConfig:
+    return fields.build(
+        {
+            "cluster.num_trainers": 2,
+            "cluster.num_inferencer": 2,
+            "weights.transport": transport,
+            "weights.staging": staging,
+        }
+    )
+
+
+def backends(monkeypatch: pytest.MonkeyPatch, config: RunConfig, gpus: list[str]) -> list[tuple[list[int], str]]:
+    """Ranks and backend of each group that a rank makes, in order."""
+    store = HashStore()
+    for rank, gpu in enumerate(gpus):
+        store.set(f"gpu/{rank}", gpu)
+    made: list[tuple[list[int], str]] = []
+    monkeypatch.setattr(process_groups, "_new_group", lambda ranks, timeout, backend: made.append((ranks, backend)))
+    process_groups.make_groups(store, Topology.build(config, 4), config)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("gpus", "consumers", "producers", "weights"),
+    [
+        (OWN, NCCL, NCCL, "nccl"),
+        (TRAINERS_SHARE, GLOO, NCCL, GLOO),
+        (PRODUCERS_SHARE, NCCL, GLOO, GLOO),
+        (["a", "b", "a", "b"], NCCL, NCCL, GLOO),  # a producer and a consumer share one
+        (SOME_HAVE_NONE, NCCL, GLOO, GLOO),
+        (NONE, GLOO, GLOO, GLOO),
+    ],
+)
+def test_nccl_only_between_ranks_with_a_gpu_each(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[str], consumers: str, producers: str, weights: str
+) -> None:
+    made = backends(monkeypatch, config_of(), gpus)
+    assert made == [([0, 1], consumers), ([2, 3], producers), ([0, 2, 3], weights)]
+
+
+@pytest.mark.parametrize("gpus", [OWN, TRAINERS_SHARE, NONE])
+@pytest.mark.parametrize("staging", ["device", "cpu"])
+def test_gloo_can_always_be_asked_for(monkeypatch: pytest.MonkeyPatch, gpus: list[str], staging: str) -> None:
+    assert backends(monkeypatch, config_of("gloo", staging), gpus)[2] == ([0, 2, 3], GLOO)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "culprit"),
+    [(TRAINERS_SHARE, "ranks 0 and 1 share"), (PRODUCERS_SHARE, "ranks 2 and 3 share"), (SOME_HAVE_NONE, "rank 3")],
+)
+def test_nccl_between_ranks_that_share_is_refused(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[str], culprit: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"--weight-transport nccl.*{culprit}"):
+        backends(monkeypatch, config_of("nccl"), gpus)
+
+
+@pytest.mark.parametrize("transport", ["auto", "nccl"])
+def test_nccl_cannot_send_from_the_cpu(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    with pytest.raises(ConfigError, match=r"--weight-staging cpu.*--weight-transport gloo"):
+        backends(monkeypatch, config_of(transport, "cpu"), OWN)
+    assert backends(monkeypatch, config_of("auto", "cpu"), NONE)[2][1] == GLOO
+
+
+def test_a_rank_names_the_gpu_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `device_of` chooses it, by a name that is the same for every process that uses it."""
+
+    def properties(index: int) -> Any:
+        return type("Properties", (), {"uuid": f"uuid-{index}"})
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    envs = [TorchrunEnv(rank, 3, rank, 3, 0, "localhost", 1, "none", 0) for rank in range(3)]
+    assert [process_groups._own_gpu(env) for env in envs] == ["uuid-0", "uuid-1", "uuid-0"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert process_groups._own_gpu(envs[0]) == ""
