@@ -6,7 +6,9 @@ share of the cores before torch is imported.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -33,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if env is None:
             raise ConfigError(
                 "not started by torchrun; use: torchrun --nproc-per-node "
-                f"{loaded.config.world_size} -m zbgrpo.launch {' '.join(arguments)}"
+                f"{' '.join([str(loaded.config.world_size), '-m zbgrpo.launch', *arguments])}"
             )
     except UserError as error:
         if first:
@@ -46,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start(config: RunConfig, env: TorchrunEnv) -> int:
+    # Until there is something to save, Ctrl-C ends a rank at once, wherever it is and without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     from zbgrpo.engine.finished import finished_at
 
     try:
@@ -79,16 +83,17 @@ def _start(config: RunConfig, env: TorchrunEnv) -> int:
 
 def _show_plan(loaded: LoadedConfig) -> None:
     num_rows = count_rows(loaded.config.data.path)
-    for line in (*loaded.notes, *loaded.warnings):
-        print(f"note: {line}")
-    print(describe_plan(loaded.config, num_rows))
+    lines = [f"note: {line}" for line in (*loaded.notes, *loaded.warnings)]
+    with contextlib.suppress(BrokenPipeError):  # a reader such as head may have seen enough
+        print("\n".join([*lines, describe_plan(loaded.config, num_rows)]), flush=True)
 
 
 def entry() -> None:
     """Run and leave at once: background threads of a failed collective must not keep the process alive."""
     status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(status)
 
 

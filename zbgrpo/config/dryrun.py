@@ -31,7 +31,7 @@ def count_rows(path: str) -> int | None:
     if not file.exists():
         if path.endswith(_DATA_SUFFIXES) or path.startswith((".", "/", "~")):
             hint = (
-                "; `bash launch/quickstart.sh` makes one to try"
+                "; give one with -d, or run `bash launch/quickstart.sh`, which makes its own data and model"
                 if path == DataConfig().path
                 else f"; {label('data.path')} names the training file"
             )

@@ -60,6 +60,7 @@ def validate(config: RunConfig, world_size: int | None) -> list[str]:
         _check_available,
         _check_project,
         _check_reward_type,
+        _check_evaluation,
         _check_mesh,
         _check_batches,
         _check_buffer,
@@ -79,13 +80,20 @@ def _check_available(config: RunConfig) -> None:
     for entry in NOT_AVAILABLE:
         value = fields.get(config, entry.path)
         if entry.applies(value):
-            raise ConfigError(f"{label(entry.path)}: {value} is not available yet in this version; {entry.instead}")
+            what = "this" if value is True else value
+            raise ConfigError(f"{label(entry.path)}: {what} is not available yet in this version; {entry.instead}")
 
 
 def _check_project(config: RunConfig) -> None:
     name = config.project
     if name.strip() in ("", ".", "..") or any(character in name for character in "/\\\0\n"):
         raise ConfigError(f"{label('project')}: {name!r} cannot name a folder; use one word without slashes")
+
+
+def _check_evaluation(config: RunConfig) -> None:
+    for task in config.evaluation.datasets:
+        if task.strip() in ("", ".", "..") or any(character in task for character in "/\\\0\n"):
+            raise ConfigError(f"{label('evaluation.datasets')}: task {task!r} cannot name a folder; use one word")
 
 
 def _check_reward_type(config: RunConfig) -> None:

@@ -22,7 +22,7 @@ from zbgrpo.engine.finished import mark_finished, save_folder
 from zbgrpo.engine.hub_process import ChildProcess
 from zbgrpo.engine.rank import Rank
 from zbgrpo.engine.recorder import Recorder
-from zbgrpo.errors import NoEffectiveGroupsError, PeerLostError
+from zbgrpo.errors import ConfigError, NoEffectiveGroupsError, PeerLostError
 from zbgrpo.groups.process_groups import ProcessGroups, connect, disconnect, make_groups
 from zbgrpo.observe.events import EventLog
 from zbgrpo.observe.logs import setup_rank_logging
@@ -135,6 +135,9 @@ def _read_inputs(rank: Rank) -> tuple[Any, Any, Any, Any]:
     if rank.env.rank != 0:
         return None, None, None, None
     config = rank.config
+    function_file, colon, _ = config.reward.type.rpartition(".py:")
+    if colon and not Path(f"{function_file}.py").is_file():
+        raise ConfigError(f"-rt/--reward-type: {function_file}.py: no such file")
     rows = startup.load_data(config)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
     renderer = startup.make_renderer(config, tokenizer)
@@ -224,7 +227,7 @@ def _open_books(config: RunConfig, parts: _Parts, ledger: TimeLedger) -> None:
         total = min(total, config.ledger.max_steps)
     parts.progress = Progress(total, config.observe.progress, sys.stdout, done_steps=document.version)
     if document.version:
-        parts.progress.note(f"going on from {document.resume_folder}")
+        parts.progress.note(f"zbgrpo: going on from {document.resume_folder}")
     parts.recorder = Recorder(config, parts.writer, parts.progress, ledger, log_dir)
 
 
@@ -253,7 +256,11 @@ def _close_books(rank: Rank, parts: _Parts, consumer: Consumer, final: m.FinalRe
     parts.lock.release()
     if consumer.version == 0 and reason == "end":
         raise NoEffectiveGroupsError(_why_nothing_was_trained(config, final))
+    if data_used_up:
+        print(f"zbgrpo: the data is used up after {consumer.version} steps")
     print_closing_table(summary, sys.stdout)
+    if reason == "stop":
+        print("zbgrpo: stopped and saved; the same command goes on from here", flush=True)
 
 
 def _why_nothing_was_trained(config: RunConfig, final: m.FinalReport) -> str:

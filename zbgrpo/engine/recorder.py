@@ -38,6 +38,7 @@ class Recorder:
         self._last_times: dict[str, dict[str, float]] = {}
         self._started = self._last_step_at = time.monotonic()
         self.num_tokens = self.num_samples = 0
+        self._noted_zero = False
 
     @property
     def num_waiting(self) -> int:
@@ -106,6 +107,12 @@ class Recorder:
         }
         record = self._writer.write(report.version, values)
         self._progress.update(report.version, record)
+        if record["reward/mean"] == 0 and record["reward/zero_variance_groups"] == 1 and not self._noted_zero:
+            self._noted_zero = True
+            self._progress.note(
+                "zbgrpo: every reward of this step is 0, so it has taught nothing: the task may be too hard for the "
+                "model, or its answers do not have the form that the reward expects (zbgrpo rollouts shows them)"
+            )
 
     def _bubble(self, prefix: str, times: dict[str, m.TimeReport]) -> float | None:
         deltas = []

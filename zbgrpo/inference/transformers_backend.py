@@ -211,12 +211,11 @@ class TransformersBackend:
         lengths += 1
         self.num_generated_tokens += len(slots)
         ended, full = self._rule.is_end(tokens), lengths == self._max_new
-        reasons = {row: FinishReason.LENGTH for row in np.flatnonzero(full | ended).tolist()}
-        for row in np.flatnonzero(self._rule.may_complete(tokens)).tolist():
+        reasons = {row: FinishReason.LENGTH for row in np.flatnonzero(full).tolist()}
+        for row in np.flatnonzero(self._rule.may_complete(tokens) & ~ended).tolist():
             if self._rule.has_stop_string(self._tokens[slots[row], : lengths[row]]):
                 reasons[row] = FinishReason.STOP_STRING
-        for row in np.flatnonzero(ended).tolist():
-            reasons[row] = FinishReason.END_TOKEN
+        reasons |= {row: FinishReason.END_TOKEN for row in np.flatnonzero(ended).tolist()}
         # From the last one, because freeing a slot moves the last into its place.
         return [self._free(slots[row], reasons[row]) for row in sorted(reasons, reverse=True)]
 
