@@ -83,7 +83,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Consumer, _Parts]:
     store = connect(env, config)
     nodes = gather_nodes(store, rank)
     if env.rank == 0:
-        prepared = startup.prepare(config, env, rank.topology, nodes, renderer, rows, evaluation)
+        prepared = startup.prepare(config, env, rank.topology, nodes, renderer, rows, evaluation, store)
         startup.publish(store, prepared.document)
         parts = _Parts(prepared.document, [prepared.hub], lock)
     else:
@@ -208,7 +208,7 @@ def _build_publisher(
 def _check_alive(parts: _Parts) -> None:
     for child in parts.children:
         if (status := child.poll()) not in (None, 0):
-            raise PeerLostError(f"the hub process ended with status {status}")
+            raise PeerLostError(f"the {child.title} ended with status {status}")
 
 
 def _open_books(config: RunConfig, parts: _Parts, ledger: TimeLedger) -> None:
