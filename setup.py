@@ -28,13 +28,13 @@ EXTRAS = {
 }
 EXTRAS["dev"] = [
     *EXTRAS["tensorboard"],
+    *EXTRAS["parquet"],
     "pytest",
     "pytest-timeout",
     "hypothesis",
     "ruff",
     "mypy",
     "types-PyYAML",
-    "gguf",
 ]
 
 
