@@ -53,6 +53,7 @@ def rank_main(rank: int, store: Any, groups: list[GroupPayload], folder: str) ->
                 found["gradients"][name, microbatch, kind] = gradient.numpy(), result._asdict()
     found["mesh"] = tuple(trainer.mesh)
     found["one rank idle"] = idle_rank(rank, model, groups)
+    found["abandoned"] = abandoned(rank, model, groups)
     found["one rank broken"] = broken_rank(rank, model, groups)
     found["restored"] = [
         restore(rank, copy.deepcopy(model).to(dtype), groups, Path(folder) / str(dtype)) for dtype in DTYPES
@@ -89,6 +90,19 @@ def broken_rank(rank: int, model: Any, groups: list[GroupPayload]) -> dict[str, 
         error = str(raised)
     same = all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
     return {"skipped": skipped, "error": error, "same": same}
+
+
+def abandoned(rank: int, model: Any, groups: list[GroupPayload]) -> dict[str, Any]:
+    """Rank 1 has left work out: the step has not happened on either rank, and the next one is as if it never had."""
+    trainer, other = make_trainer(model, GRPO, group=dist.group.WORLD), make_trainer(model, GRPO, group=dist.group.WORLD)
+    train(trainer, [shares(groups[:4])[rank]] if rank == 0 else [])
+    results = [trainer.commit(abandon=rank == 1)]
+    for each in (trainer, other):
+        train(each, [shares(groups[4:])[rank]])
+        results.append(each.commit())
+    pairs = zip(trainer.model.parameters(), other.model.parameters(), strict=True)
+    same = all(torch.equal(a, b) for a, b in pairs) and results[1] == results[2]
+    return {"happened": results[0] is not None, "same": same}
 
 
 def restore(rank: int, model: Any, groups: list[GroupPayload], folder: Path) -> dict[str, Any]:
@@ -162,6 +176,11 @@ def test_a_rank_with_nothing_to_train_takes_part(ranks: list[dict[str, Any]], by
         gradient, sums = each["one rank idle"]
         assert relative_error(torch.from_numpy(gradient), by_definition["GRPO"][0]) < 1e-5
         assert sums["groups"] == 8
+
+
+def test_a_step_that_one_rank_abandons_has_not_happened_on_any(ranks: list[dict[str, Any]]) -> None:
+    for each in ranks:
+        assert each["abandoned"] == {"happened": False, "same": True}
 
 
 def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(ranks: list[dict[str, Any]]) -> None:

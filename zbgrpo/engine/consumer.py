@@ -69,6 +69,7 @@ class Consumer:
         self._evaluation: list[EvaluationResult] = []
         self._final: m.FinalReport | None = None
         self._stop_sent = self._trained_any = False
+        self._left_out = self._abandoned = False  # work of the open step; the open step and all that follows
         self._stall_seconds = 0.0
         self._sampled: list[TrainGroup] = []
 
@@ -162,14 +163,21 @@ class Consumer:
 
     def _train(self, entry: PlanEntry, groups: list[TrainGroup]) -> None:
         self._trained_any = True
+        if self.reader.stop_ahead:
+            # Work that STOP would throw away is left out; at the step's end the ranks agree that it has not happened.
+            self._left_out = True
+        else:
+            self._train_minibatch(entry, groups)
+        if entry.closes_step and not self._abandoned:
+            self._commit(entry)
+
+    def _train_minibatch(self, entry: PlanEntry, groups: list[TrainGroup]) -> None:
         with self.time.phase(phases.BUSY):
             self.trainer.train_minibatch([group.payload for group in groups], entry.version)
             self.channel.send(m.Trained(entry.sequence))
             self._log_trained(entry, groups)
             if self.recorder is not None and entry.version % self.config.observe.rollout_interval == 0:
                 self._sampled += groups
-        if entry.closes_step:
-            self._commit(entry)
 
     def _log_trained(self, entry: PlanEntry, groups: list[TrainGroup]) -> None:
         for header, _ in groups:
@@ -185,7 +193,10 @@ class Consumer:
 
     def _commit(self, entry: PlanEntry) -> None:
         with self.time.phase(phases.BUSY):
-            result = self.trainer.commit()
+            result = self.trainer.commit(abandon=self._left_out)
+        if result is None:
+            self._abandoned = True
+            return
         self.version = entry.version + 1
         self.channel.send(m.TimeReport(self.time.snapshot()), m.Committed(self.version, result.skipped))
         broadcast = None
@@ -208,6 +219,8 @@ class Consumer:
     # ------------------------------------------------------------------------------------------ saving
 
     def _save(self, version: int) -> None:
+        if self._abandoned:
+            return
         self._save_state(version)
         if self.rank == 0:
             with self.time.phase(phases.CHECKPOINT):

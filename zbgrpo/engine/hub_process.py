@@ -105,7 +105,7 @@ def child_main(run: Callable[[HubSpec, Server, RingWriter], int]) -> int:
             server = Server(spec.run_id, spec.host, spec.timing, spec.max_message_bytes, keys)
             stack.callback(server.close)
             num_local = sum(reader.node == spec.node for reader in spec.readers)
-            ring = RingWriter.create("zbgrpo", spec.ring_bytes, num_local)
+            ring = RingWriter.create("ring", spec.ring_bytes, num_local)
             stack.callback(ring.close)
             stack.callback(ring.unlink)
             files = (server.address.endpoint, ring.path)

@@ -38,6 +38,7 @@ class Recorder:
         self._last_times: dict[str, dict[str, float]] = {}
         self._started = self._last_step_at = time.monotonic()
         self.num_tokens = self.num_samples = 0
+        self._num_steps = 0
         self._noted_zero = False
 
     @property
@@ -49,6 +50,7 @@ class Recorder:
         """A step has committed and made `version`."""
         now, sums = time.monotonic(), result.sums
         tokens, responses = sums["tokens"], sums["responses"]
+        self._num_steps += 1
         self.num_tokens += int(tokens)
         self.num_samples += int(responses)
         counted = max(sums["num_tokens"], 1.0)
@@ -170,6 +172,7 @@ class Recorder:
         before = min(measured, default=None)
         summary = build_summary(
             steps=steps,
+            steps_of_this_start=self._num_steps,
             seconds=time.monotonic() - self._started,
             exit_reason=exit_reason,
             tasks=list(self._config.evaluation.datasets),

@@ -156,11 +156,11 @@ def print_closing_table(summary: Mapping[str, Any], stream: TextIO) -> None:
 
 
 def _headline(summary: Mapping[str, Any]) -> list[str]:
-    steps = summary["steps"]
-    return [
-        f"zbgrpo: {steps:,} step{'' if steps == 1 else 's'} in {human_duration(summary['seconds'])}",
-        _row("ended", summary["exit_reason"]),
-    ]
+    steps, now = summary["steps"], summary.get("steps_of_this_start", summary["steps"])
+    text = f"zbgrpo: {steps:,} step{'' if steps == 1 else 's'}"
+    if now != steps:
+        text += f", {now:,} of them now,"
+    return [f"{text} in {human_duration(summary['seconds'])}", _row("ended", summary["exit_reason"])]
 
 
 def _accuracies(summary: Mapping[str, Any]) -> list[str]:

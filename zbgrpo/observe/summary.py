@@ -36,6 +36,9 @@ class RunSummary(TypedDict):
     """The content of summary.json. The closing table and `zbgrpo report` read nothing else."""
 
     steps: int
+    """Of the whole run."""
+    steps_of_this_start: int
+    """Without those of earlier starts; seconds, tokens, samples and time shares are of this start too."""
     seconds: float
     exit_reason: str
     accuracy_before: float | None
@@ -61,6 +64,7 @@ class RunSummary(TypedDict):
 def build_summary(
     *,
     steps: int,
+    steps_of_this_start: int | None = None,
     seconds: float,
     exit_reason: str,
     tasks: Sequence[str],
@@ -91,6 +95,7 @@ def build_summary(
     after = {task: accuracy_after.get(task) for task in tasks}
     return {
         "steps": steps,
+        "steps_of_this_start": steps if steps_of_this_start is None else steps_of_this_start,
         "seconds": seconds,
         "exit_reason": exit_reason,
         "accuracy_before": next(iter(before.values()), None),

@@ -41,9 +41,12 @@ class TrainerBackend(Protocol):
     def train_minibatch(self, groups: Sequence[GroupPayload], version: int) -> None:
         """Add the gradients of this rank's groups, which train `version`. No other rank is waited for."""
 
-    def commit(self) -> StepResult:
+    def commit(self, abandon: bool = False) -> StepResult | None:
         """Finish the optimizer step together with all other ranks. Raises `NonFiniteError` after five skipped steps
-        in a row."""
+        in a row.
+
+        If any rank abandons the step (a stop is due and it has left work out), every rank forgets the gradients and
+        gets None: the step has not happened."""
 
     def discard(self) -> None:
         """Forget the gradients of the open step."""

@@ -29,6 +29,7 @@ from zbgrpo.weights.manifest import named_weights
 
 MAX_SKIPPED_STEPS = 5
 _DEVICE_SUMS = (*LOSS_STATISTICS, "loss", "denominator", "entropy", "gap", "gap_tokens")
+_ABANDONED = "abandoned"  # ranks that have left out work of the step, because a stop is due
 _MAXIMA = ("lag_max",)  # statistics that are not summed over ranks but maximised
 
 
@@ -141,8 +142,11 @@ class TorchTrainer:
             with_entropy,
         )
 
-    def commit(self) -> StepResult:
-        sums = self._reduce_sums()
+    def commit(self, abandon: bool = False) -> StepResult | None:
+        sums = self._reduce_sums(abandon)
+        if sums.pop(_ABANDONED) > 0:
+            self.discard()
+            return None
         if self._group is not None and self.mesh.dp > 1:
             with collective("adding up gradients"):
                 dist.all_reduce(self._gradients, group=self._group)
@@ -170,9 +174,10 @@ class TorchTrainer:
             )
         return StepResult(not finite, loss, norm, rate, sums)
 
-    def _reduce_sums(self) -> dict[str, float]:
+    def _reduce_sums(self, abandon: bool) -> dict[str, float]:
         """Sums over all ranks. The first thing that ranks do together in a step: waiting here is imbalance."""
         sums = self._host_sums | dict(zip(_DEVICE_SUMS, self._device_sums.tolist(), strict=True))
+        sums[_ABANDONED] = float(abandon)
         if self._group is None or self.mesh.dp == 1:
             return sums
         names = sorted(sums)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from zbgrpo.errors import ProtocolError, ZbgrpoError
-from zbgrpo.ledger.records import PlanEntry
+from zbgrpo.ledger.records import PlanEntry, PlanKind
 from zbgrpo.transport.channel import Channel
 from zbgrpo.transport.messages import GroupHeader, Message, PlanFor, Release
 from zbgrpo.transport.ring import Descriptor, RingReader, RingWriter, split_frames
@@ -110,6 +110,8 @@ class PlanReader:
         self._ready: queue.SimpleQueue[PlannedEntry | ZbgrpoError] = queue.SimpleQueue()
         self._groups: list[TrainGroup] = []
         """Groups of the entry that is not complete yet."""
+        self.stop_ahead = False
+        """Whether STOP has arrived, perhaps behind entries that have not been taken yet."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="plan-reader", daemon=True)
 
@@ -163,5 +165,6 @@ class PlanReader:
         if plan.records:
             self._channel.send(Release([descriptor.sequence for descriptor in plan.records]))
         if plan.complete:
+            self.stop_ahead = self.stop_ahead or plan.entry.kind is PlanKind.STOP
             self._ready.put(PlannedEntry(plan.entry, self._groups))
             self._groups = []
