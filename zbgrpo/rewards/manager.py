@@ -188,13 +188,13 @@ class Manager(threading.Thread):
                 self._watch(worker)
             payloads, is_open = worker.process.receive()
             for payload in payloads:
-                self._handle(worker, payload)
+                self._answer(worker, payload)
         except (OSError, ProtocolError, msgspec.DecodeError):
             is_open = False
         if not is_open:
             self._replace_lost(worker)
 
-    def _handle(self, worker: _Worker, payload: bytes) -> None:
+    def _answer(self, worker: _Worker, payload: bytes) -> None:
         if not worker.is_ready:
             ready = msgspec.msgpack.decode(payload, type=WorkerReady)
             if ready.user_error is not None:
