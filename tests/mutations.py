@@ -78,8 +78,8 @@ MUTATIONS = {
     ),
     "tokens-forget-their-version": Mutation(
         "zbgrpo/inference/transformers_backend.py",
-        "if not slot.spans or slot.spans[-1][1] != self._version:",
-        "if not slot.spans:",
+        "if slot.spans[-1][1] != self._version:",
+        "if slot.spans[-1][1] > self._version:",
         "tests/contract/test_inference_backend.py",
     ),
     "half-a-version-is-used": Mutation(
