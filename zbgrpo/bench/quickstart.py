@@ -51,7 +51,7 @@ RUN_FLAGS: list[str] = [
     "--precision",
     "fp32",
     "--max-steps",
-    "100",
+    "128",
     "--max-staleness",
     "2",
 ]
