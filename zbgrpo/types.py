@@ -25,13 +25,6 @@ class Uid(NamedTuple):
         return f"{self.episode}:{self.row}"
 
 
-class LeaseKind(str, enum.Enum):
-    """Why a group is generated."""
-
-    TRAIN = "train"
-    EVALUATION = "evaluation"
-
-
 class FinishReason(enum.IntEnum):
     """Why a response ended. Only LENGTH counts as truncated."""
 
@@ -55,14 +48,6 @@ class RewardResult(NamedTuple):
     reward: float
     format_acc: float
     ans_acc: float
-
-
-class Span(NamedTuple):
-    """Tokens of one response from `start` up to the next span's start were sampled with `version`."""
-
-    response: int
-    start: int
-    version: int
 
 
 class GroupPayload(NamedTuple):

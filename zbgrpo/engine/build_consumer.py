@@ -108,7 +108,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Consumer, _Parts]:
     dist.barrier()
     rank.stop.install()
     if env.rank == 0:
-        _open_books(config, parts, ledger)
+        _open_books(config, parts)
     consumer = Consumer(
         config,
         rank=env.rank,
@@ -211,7 +211,7 @@ def _check_alive(parts: _Parts) -> None:
             raise PeerLostError(f"the {child.title} ended with status {status}")
 
 
-def _open_books(config: RunConfig, parts: _Parts, ledger: TimeLedger) -> None:
+def _open_books(config: RunConfig, parts: _Parts) -> None:
     document = parts.document
     log_dir = Path(document.log_dir)
     parts.writer = MetricsWriter(
@@ -228,7 +228,7 @@ def _open_books(config: RunConfig, parts: _Parts, ledger: TimeLedger) -> None:
     parts.progress = Progress(total, config.observe.progress, sys.stdout, done_steps=document.version)
     if document.version:
         parts.progress.note(f"zbgrpo: going on from {document.resume_folder}")
-    parts.recorder = Recorder(config, parts.writer, parts.progress, ledger, log_dir)
+    parts.recorder = Recorder(config, parts.writer, parts.progress, log_dir)
 
 
 def _close_books(rank: Rank, parts: _Parts, consumer: Consumer, final: m.FinalReport, reason: str) -> None:

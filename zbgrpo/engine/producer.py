@@ -92,6 +92,7 @@ class Producer:
         self._reported_at = 0.0
         self._stop_sent = False
         self._verdicts: list[m.Message] = []
+        self._unparsable_rows: set[int] = set()
 
     def run(self) -> str:
         """The loop. Returns why the run ended (`end`, `stop`)."""
@@ -259,6 +260,7 @@ class Producer:
             else:
                 self._drop(lease, DropReason.REWARD_ERROR, detail)
             return None
+        self._note_unparsable_gold(work, outcomes)
         payload = self._payload(work, outcomes)
         numbers = (payload.rewards, payload.format_acc, payload.ans_acc, payload.logprobs)
         if not all(np.isfinite(values).all() for values in numbers):
@@ -273,6 +275,15 @@ class Producer:
         header = group_header(lease.uid, lease.lease_id, lease.attempt, payload, crc)
         self._log("sent", lease, crc=crc, oldest=header.oldest_version, newest=header.newest_version)
         return header, views
+
+    def _note_unparsable_gold(self, work: _Work, outcomes: list[ScoreOutcome]) -> None:
+        if any(o.gold_unparsable for o in outcomes) and work.row.line not in self._unparsable_rows:
+            self._unparsable_rows.add(work.row.line)
+            logger.warning(
+                "row %d: its gold answer cannot be parsed and pays by equality of text only; %d such rows so far",
+                work.row.line,
+                len(self._unparsable_rows),
+            )
 
     def _payload(self, work: _Work, outcomes: list[ScoreOutcome]) -> GroupPayload:
         config, responses = self.config, [work.responses[n] for n in range(work.num_responses)]

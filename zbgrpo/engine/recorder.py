@@ -17,7 +17,6 @@ from zbgrpo.observe.metrics import MetricsWriter
 from zbgrpo.observe.progress import Progress
 from zbgrpo.observe.rolloutlog import RolloutLog, rollout_group
 from zbgrpo.observe.summary import RankTime, RunSummary, build_summary, role_bubble
-from zbgrpo.observe.timeledger import TimeLedger
 from zbgrpo.trainer.base import StepResult
 from zbgrpo.transport import messages as m
 from zbgrpo.transport.plan_stream import TrainGroup
@@ -27,10 +26,8 @@ from zbgrpo.types import Role, Uid
 class Recorder:
     """A step's line is written when its `StepReport` has come from the hub, without making training wait."""
 
-    def __init__(
-        self, config: RunConfig, writer: MetricsWriter, progress: Progress, ledger: TimeLedger, log_dir: Path
-    ) -> None:
-        self._config, self._writer, self._progress, self._ledger = config, writer, progress, ledger
+    def __init__(self, config: RunConfig, writer: MetricsWriter, progress: Progress, log_dir: Path) -> None:
+        self._config, self._writer, self._progress = config, writer, progress
         self._log_dir = log_dir
         self._rollouts = RolloutLog(Path(config.observe.rollout_save_dir) / config.project)
         self._pending: dict[int, dict[str, Any]] = {}

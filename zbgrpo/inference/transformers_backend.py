@@ -71,7 +71,6 @@ class TransformersBackend:
         self._last = np.zeros(self._num_slots, dtype=np.int64)  # the newest token
         self._tokens = np.zeros((self._num_slots, self._max_new), dtype=np.int32)
         self._logprobs = np.zeros((self._num_slots, self._max_new), dtype=np.float32)
-        self.num_generated_tokens = 0
 
     @property
     def num_slots(self) -> int:
@@ -209,7 +208,6 @@ class TransformersBackend:
         numbers = np.arange(slots.start, slots.stop)
         self._tokens[numbers, lengths], self._logprobs[numbers, lengths] = tokens, values.cpu().numpy()
         lengths += 1
-        self.num_generated_tokens += len(slots)
         ended, full = self._rule.is_end(tokens), lengths == self._max_new
         reasons = {row: FinishReason.LENGTH for row in np.flatnonzero(full).tolist()}
         for row in np.flatnonzero(self._rule.may_complete(tokens) & ~ended).tolist():
