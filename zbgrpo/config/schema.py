@@ -86,6 +86,14 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """Scoring processes of each producer."""
     time_limit_seconds: PositiveFloat = 10.0
     """Most time that scoring one response may take; after it the response scores 0 and the worker is replaced."""
+    min_isolation: Annotated[int, Meta(ge=0, le=2)] = 1
+    """Least isolation under which programs are run (code): 0 limits only, 1 kernel filters too, 2 namespaces too."""
+    allow_unsafe_code: bool = False
+    """Run programs below min_isolation all the same, with a warning."""
+    code_memory_bytes: Positive = 1024**3
+    """Memory of one program and everything that it starts (code)."""
+    code_sandbox_url: Optional[str] = None
+    """Run programs in a remote sandbox instead (--code-sandbox-url): the address of its run_code endpoint."""
 
 
 class AlgorithmConfig(Section, frozen=True, kw_only=True):
@@ -213,7 +221,9 @@ class ObserveConfig(Section, frozen=True, kw_only=True):
     rollout_interval: Positive = 20
     """Optimizer steps between two samples of rollouts."""
     enable_profiling: bool = False
-    """Write a trace (--enable_profiling)."""
+    """Write a profile of every rank with torch's profiler (--enable_profiling)."""
+    profiling_steps: Positive = 3
+    """Optimizer steps that it covers, after the first one."""
     tensorboard: bool = True
     wandb: bool = False
     """Log to Weights & Biases too, where it is installed."""

@@ -1,0 +1,1 @@
+"""Runs programs that nobody trusts: limits, kernel filters, namespaces, or a remote service."""
