@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,7 @@ def random_group(
     generator: np.random.Generator,
     *,
     num_responses: int,
-    temperature: float,
+    temperature: float | Callable[[np.ndarray], float],
     version: int,
     noise: float = 0.0,
     longest: int = 10,
@@ -109,6 +109,7 @@ def random_group(
     The last token of every response has lag 0 to `oldest_lag // 2`, the first one up to `oldest_lag`.
     """
     prompt = generator.integers(4, len(VOCABULARY), generator.integers(2, 9))
+    heat = temperature if isinstance(temperature, float) else temperature(prompt)
     lengths = generator.integers(1, longest + 1, num_responses)
     responses = [generator.integers(0, MODEL_VOCABULARY, n) for n in lengths]
     spans = []
@@ -121,7 +122,7 @@ def random_group(
             spans.append((number, 0, newest))
     exact = copy.deepcopy(model).double()
     with torch.no_grad():
-        logprobs = np.concatenate([logprobs_of(exact, prompt, r, temperature).numpy() for r in responses])
+        logprobs = np.concatenate([logprobs_of(exact, prompt, r, heat).numpy() for r in responses])
     right = generator.integers(0, 2, num_responses)
     return GroupPayload(
         prompt.astype(np.int32),

@@ -19,7 +19,7 @@ from zbgrpo.trainer.base import StepResult
 from zbgrpo.trainer.torch_backend import TorchTrainer
 from zbgrpo.types import FinishReason, GroupPayload
 
-TEMPERATURE = 0.8
+TEMPERATURES = (0.8, 1.3)
 VERSION = 10
 MAX_TOKEN_LAG = 4
 GRPO = AlgorithmConfig(
@@ -35,16 +35,27 @@ def eight_groups(model: Any, noise: float = 0.3) -> list[GroupPayload]:
     generator = np.random.default_rng(1)
     groups = [
         random_group(
-            model, generator, num_responses=8, temperature=TEMPERATURE, version=VERSION, noise=noise, oldest_lag=8
+            model, generator, num_responses=8, temperature=temperature_at, version=VERSION, noise=noise, oldest_lag=8
         )
         for _ in range(8)
     ]
+    assert len({temperature_of(group) for group in groups}) == 2
     groups[1].logprobs[int(groups[1].lengths[:3].sum())] -= 4.0  # response 3: a ratio of about e^4
     groups[1].spans[groups[1].spans[:, 0] == 3, 2] = VERSION
     groups[1].finish[3] = FinishReason.END_TOKEN
     groups[2].spans[groups[2].spans[:, 0] == 5, 2] = VERSION - MAX_TOKEN_LAG - 1
     groups[3].rewards[:] = 2.5
     return groups
+
+
+def temperature_at(prompt_ids: np.ndarray) -> float:
+    """The groups differ in it, and the prompt's first token tells."""
+    return TEMPERATURES[int(prompt_ids[0]) % 2]
+
+
+def temperature_of(group: GroupPayload) -> float:
+    """That of one of the eight groups, whatever was done to its responses."""
+    return temperature_at(group.prompt_ids)
 
 
 def make_trainer(
@@ -64,7 +75,6 @@ def make_trainer(
         TrainerConfig(**{"max_grad_norm": 1e9, "learning_rate": 1e-3, "logprob_chunk_tokens": 16, **settings}),
         algorithm,
         rules=PackingRules(microbatch, MAX_TOKEN_LAG, bool(algorithm.mask_truncated)),
-        temperature=TEMPERATURE,
         num_schedule_steps=num_schedule_steps,
         group=group,
         wait=nullcontext,
@@ -88,7 +98,7 @@ def commit_without_update(trainer: TorchTrainer) -> tuple[Tensor, StepResult]:
 
 def train(trainer: TorchTrainer, minibatches: Sequence[Sequence[GroupPayload]], version: int = VERSION) -> None:
     for minibatch in minibatches:
-        trainer.train_minibatch(minibatch, version)
+        trainer.train_minibatch(minibatch, version, [temperature_of(group) for group in minibatch])
 
 
 MINIBATCHES: dict[str, Callable[[Sequence[GroupPayload]], list[Sequence[GroupPayload]]]] = {
@@ -114,12 +124,12 @@ def gradient_by_definition(
             if algorithm.mask_truncated and group.finish[number] == FinishReason.LENGTH:
                 continue
             counted = [i for i in range(len(response)) if VERSION - versions[number][i] <= MAX_TOKEN_LAG]
-            new = logprobs_of(exact, group.prompt_ids, response, TEMPERATURE)
+            new = logprobs_of(exact, group.prompt_ids, response, temperature_of(group))
             ratios = {i: torch.exp(new[i] - recorded[number][i]) for i in counted}
             if not counted or max(float(w.detach()) for w in ratios.values()) > algorithm.skip_threshold:
                 continue
             with torch.no_grad():
-                ref = logprobs_of(reference, group.prompt_ids, response, TEMPERATURE)
+                ref = logprobs_of(reference, group.prompt_ids, response, temperature_of(group))
             advantage = (rewards[number] - mean) / (deviation + 1e-4)
             costs = []
             for i, w in ratios.items():

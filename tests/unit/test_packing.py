@@ -188,7 +188,7 @@ def test_on_policy_responses_are_those_of_the_trained_version_only() -> None:
 def test_statistics_add_up_whatever_the_split(groups: list[GroupPayload], per_microbatch: int) -> None:
     equal = groups[1]._replace(rewards=np.full(2, 3.5, np.float32))
     given = [groups[0], equal, *groups[2:]]
-    batches = list(pack(given, VERSION, PackingRules(per_microbatch, 2, True)))
+    batches = list(pack(given, VERSION, PackingRules(per_microbatch, 2, True), [0.5, 1.0, 2.0, 4.0]))
     assert all(set(batch.stats) == set(STATISTICS) for batch in batches)
     sums = {name: sum(batch.stats[name] for batch in batches) for name in STATISTICS if name != "lag_max"}
     lags = np.concatenate([VERSION - g.token_versions() for g in given])
@@ -202,6 +202,7 @@ def test_statistics_add_up_whatever_the_split(groups: list[GroupPayload], per_mi
             "reward": sum(float(g.rewards.sum()) for g in given),
             "format_acc": 14,
             "ans_acc": sum(float(g.ans_acc.sum()) for g in given),
+            "temperature": sum(t * g.num_responses for t, g in zip([0.5, 1.0, 2.0, 4.0], given, strict=True)),
             "groups": 4,
             "zero_variance": 1,
         }

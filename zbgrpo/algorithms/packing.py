@@ -11,7 +11,8 @@ its own (exactly the same attention set and positions; only the order of floatin
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +22,12 @@ from zbgrpo.algorithms.advantages import group_advantages
 from zbgrpo.types import FinishReason, GroupPayload
 
 STATISTICS = (
-    "responses", "truncated", "tokens", "lag", "lag_max", "lag_left_out", "reward", "format_acc", "ans_acc", "groups",
-    "zero_variance",
+    "responses", "truncated", "tokens", "lag", "lag_max", "lag_left_out", "reward", "format_acc", "ans_acc",
+    "temperature", "groups", "zero_variance",
 )  # fmt: skip
-"""Sums over a microbatch that need no model: over responses (responses, truncated, reward, format_acc, ans_acc), over
-tokens (tokens, lag, lag_left_out: older than the bound; lag_max is a maximum), over groups whose first response is in
-it (groups, zero_variance)."""
+"""Sums over a microbatch that need no model: over responses (responses, truncated, reward, format_acc, ans_acc,
+temperature), over tokens (tokens, lag, lag_left_out: older than the bound; lag_max is a maximum), over groups whose
+first response is in it (groups, zero_variance)."""
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Microbatch:
     old_logprobs: Tensor  # float32 [T]
     response_index: Tensor  # int64 [T]
     mask: Tensor  # bool [T], tokens that count
+    temperature: float | Tensor  # that all tokens were sampled at, or float32 [T] where groups differ
     advantages: Tensor  # float32 [R]
     on_policy: Tensor  # bool [T], tokens of responses sampled wholly with the trained version
     stats: dict[str, float]
@@ -54,8 +56,10 @@ class Microbatch:
         """The same on another device."""
         if device.type == "cpu":
             return self
-        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return Microbatch(**moved, stats=self.stats)
+        moved: dict[str, Any] = {
+            k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)
+        }
+        return replace(self, **moved)
 
     def attention_mask(self, dtype: torch.dtype) -> Tensor:
         """Additive mask [B, 1, N, N]: 0 where position i may see position j, else the lowest number of the dtype.
@@ -79,16 +83,21 @@ class PackingRules:
     mask_truncated: bool
 
 
-def pack(groups: Sequence[GroupPayload], version: int, rules: PackingRules) -> Iterator[Microbatch]:
+def pack(
+    groups: Sequence[GroupPayload], version: int, rules: PackingRules, temperatures: Sequence[float] | None = None
+) -> Iterator[Microbatch]:
     """Microbatches of a minibatch that trains `version`, of at most `responses_per_microbatch` responses each.
 
     Responses are never split. Advantages are those of the whole group, whatever the split. A token older than
-    `max_token_lag` versions is masked; so is a truncated response if `mask_truncated`.
+    `max_token_lag` versions is masked; so is a truncated response if `mask_truncated`. `temperatures`
+    are those that the groups were sampled at, 1 if left out.
     """
+    if temperatures is None:
+        temperatures = [1.0] * len(groups)
     rows: list[_Row] = []
     room = rules.responses_per_microbatch
-    for group in groups:
-        prepared = _Group(group, version, rules)
+    for group, temperature in zip(groups, temperatures, strict=True):
+        prepared = _Group(group, version, rules, temperature)
         first = 0
         while first < group.num_responses:
             count = min(room, group.num_responses - first)
@@ -104,8 +113,8 @@ def pack(groups: Sequence[GroupPayload], version: int, rules: PackingRules) -> I
 class _Group:
     """A group with everything about it that does not depend on the split. T = its response tokens."""
 
-    def __init__(self, payload: GroupPayload, version: int, rules: PackingRules) -> None:
-        self.payload, self.rules = payload, rules
+    def __init__(self, payload: GroupPayload, version: int, rules: PackingRules, temperature: float) -> None:
+        self.payload, self.rules, self.temperature = payload, rules, temperature
         self.starts = np.concatenate([[0], np.cumsum(payload.lengths)])  # int64 [R + 1]
         self.response = np.repeat(np.arange(payload.num_responses), payload.lengths)  # int64 [T]
         self.within = np.arange(self.starts[-1]) - self.starts[self.response]  # int64 [T], place in the response
@@ -145,10 +154,19 @@ def _assemble(rows: Sequence[_Row]) -> Microbatch:
         old_logprobs=_joined([row.group.payload.logprobs[row.tokens] for row in rows], np.float32),
         response_index=_joined(index, np.int64),
         mask=_joined([row.group.mask[row.tokens] for row in rows], np.bool_),
+        temperature=_temperature(rows),
         advantages=torch.cat([row.group.advantages[row.responses] for row in rows]),
         on_policy=_joined([row.group.on_policy[row.tokens] for row in rows], np.bool_),
         stats=_statistics(rows),
     )
+
+
+def _temperature(rows: Sequence[_Row]) -> float | Tensor:
+    """One number where it will do: it costs the log-probs less than a tensor."""
+    values = [row.group.temperature for row in rows]
+    if len(set(values)) == 1:
+        return values[0]
+    return torch.from_numpy(np.repeat(np.array(values, np.float32), [r.tokens.stop - r.tokens.start for r in rows]))
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> Tensor:
@@ -194,6 +212,7 @@ def _statistics(rows: Sequence[_Row]) -> dict[str, float]:
         stats["reward"] += float(payload.rewards[part].sum())
         stats["format_acc"] += float(payload.format_acc[part].sum())
         stats["ans_acc"] += float(payload.ans_acc[part].sum())
+        stats["temperature"] += row.num_responses * group.temperature
         if part.start == 0:
             stats["groups"] += 1.0
             stats["zero_variance"] += float((payload.rewards == payload.rewards[0]).all())

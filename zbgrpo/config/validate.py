@@ -44,7 +44,6 @@ NOT_AVAILABLE: tuple[NotAvailable, ...] = (
     NotAvailable(
         "reward.type", lambda value: value == "code", "use think_answer_tags, boxed or a function of your own"
     ),
-    NotAvailable("inference.temperature_end", lambda value: value is not None, "leave it out"),
     NotAvailable("observe.enable_profiling", bool, "leave it out"),
     NotAvailable("weights.transport", lambda value: value == "ipc", "use auto"),
 )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zbgrpo.algorithms.packing import PackingRules
+from zbgrpo.algorithms.temperature import TemperatureSchedule
 from zbgrpo.checkpoint.model_folder import load_model, load_tokenizer
 from zbgrpo.config.load import to_tree
 from zbgrpo.config.schema import RunConfig
@@ -122,6 +123,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Consumer, _Parts]:
         recorder=parts.recorder,
         ledger=ledger,
         events=events,
+        temperatures=TemperatureSchedule(config.inference, len(document.usable), config.seed),
         version=document.version,
         evaluating=document.evaluate_first,
         check_alive=lambda: _check_alive(parts),
@@ -173,7 +175,6 @@ def _build_trainer(rank: Rank, groups: ProcessGroups, document: startup.Document
         rules=PackingRules(
             config.trainer.train_microbatch_size, config.ledger.max_token_lag, bool(config.algorithm.mask_truncated)
         ),
-        temperature=config.inference.temperature,
         num_schedule_steps=schedule_steps(config.data.num_episodes, document.num_schedule_rows, config.groups_per_step),
         group=groups.consumers,
         wait=lambda: ledger.phase(IMBALANCE),

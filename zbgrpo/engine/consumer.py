@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zbgrpo.algorithms.temperature import TemperatureSchedule
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.engine import saving
 from zbgrpo.engine.recorder import Recorder
@@ -27,6 +28,7 @@ from zbgrpo.trainer.base import TrainerBackend
 from zbgrpo.transport import messages as m
 from zbgrpo.transport.channel import Channel
 from zbgrpo.transport.plan_stream import PlannedEntry, PlanReader, TrainGroup
+from zbgrpo.types import Uid
 from zbgrpo.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class Consumer:
         recorder: Recorder | None,
         ledger: TimeLedger,
         events: EventLog,
+        temperatures: TemperatureSchedule,
         version: int,
         evaluating: bool,
         check_alive: Callable[[], None],
@@ -61,7 +64,7 @@ class Consumer:
         self.config, self.rank, self.run_id = config, rank, run_id
         self.trainer, self.tokenizer, self.group = trainer, tokenizer, group
         self.reader, self.channel, self.publisher, self.recorder = reader, channel, publisher, recorder
-        self.time, self.events = ledger, events
+        self.time, self.events, self.temperatures = ledger, events, temperatures
         self.version, self.evaluating = version, evaluating
         self.check_alive, self.stop_requested = check_alive, stop_requested
         self.saved_version = version
@@ -173,7 +176,11 @@ class Consumer:
 
     def _train_minibatch(self, entry: PlanEntry, groups: list[TrainGroup]) -> None:
         with self.time.phase(phases.BUSY):
-            self.trainer.train_minibatch([group.payload for group in groups], entry.version)
+            self.trainer.train_minibatch(
+                [group.payload for group in groups],
+                entry.version,
+                [self.temperatures.at(Uid(group.header.episode, group.header.row)) for group in groups],
+            )
             self.channel.send(m.Trained(entry.sequence))
             self._log_trained(entry, groups)
             if self.recorder is not None and entry.version % self.config.observe.rollout_interval == 0:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from zbgrpo.algorithms.filters import is_effective
+from zbgrpo.algorithms.temperature import TemperatureSchedule
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.data.rows import Row
 from zbgrpo.inference.base import GenerationRequest, InferenceBackend, Response
@@ -83,6 +84,7 @@ class Producer:
         self.backend, self.pool, self.prompts = backend, pool, prompts
         self.channel, self.subscriber = channel, subscriber
         self.time, self.events, self.stop_requested = ledger, events, stop_requested
+        self.temperatures = TemperatureSchedule(config.inference, len(prompts.usable), config.seed)
         self.work: dict[int, _Work] = {}  # by key
         self.hold: int | None = None  # the version to stay with while it is evaluated
         self.finished: str | None = None
@@ -153,7 +155,7 @@ class Producer:
         streams = [
             stream(self.config.seed, "train", lease.uid, lease.attempt, n) for n in range(inference.num_generations)
         ]
-        self._submit(lease, row, streams, inference.temperature)
+        self._submit(lease, row, streams, self.temperatures.at(lease.uid))
 
     def _start_evaluation_lease(self, lease: EvaluationLease) -> None:
         evaluation = self.config.evaluation

@@ -66,7 +66,7 @@ class Recorder:
             "train/responses_skipped": sums["responses_skipped"],
             "train/overlong_ratio": sums["truncated"] / responses if responses else None,
             "rollout/response_length_mean": tokens / responses if responses else None,
-            "rollout/temperature": self._config.inference.temperature,
+            "rollout/temperature": sums["temperature"] / responses if responses else None,
             "rollout/logprob_gap": sums["gap"] / gap_tokens if gap_tokens else None,
             "rollout/ess": sums["ratio"] ** 2 / (sums["ratio_sq"] * counted) if sums["ratio_sq"] else None,
             "staleness/mean": sums["lag"] / tokens if tokens else None,
@@ -95,6 +95,7 @@ class Recorder:
             "reward/zero_variance_groups": (sums["zero_variance"] + filtered.get("zero_variance", 0.0)) / groups
             if groups
             else None,
+            "rollout/effective_groups": sums["groups"] / groups if groups else None,
             "weights/version_applied_min": report.applied_min,
             "ledger/leased": report.counts["live_leased"],
             "ledger/buffered": report.counts["buffered"],

@@ -38,8 +38,9 @@ class TrainerBackend(Protocol):
 
     mesh: Mesh
 
-    def train_minibatch(self, groups: Sequence[GroupPayload], version: int) -> None:
-        """Add the gradients of this rank's groups, which train `version`. No other rank is waited for."""
+    def train_minibatch(self, groups: Sequence[GroupPayload], version: int, temperatures: Sequence[float]) -> None:
+        """Add the gradients of this rank's groups, which train `version`, each at the temperature that it was sampled
+        at. No other rank is waited for."""
 
     def commit(self, abandon: bool = False) -> StepResult | None:
         """Finish the optimizer step together with all other ranks. Raises `NonFiniteError` after five skipped steps

@@ -44,19 +44,18 @@ class TorchTrainer:
         algorithm: AlgorithmConfig,
         *,
         rules: PackingRules,
-        temperature: float,
         num_schedule_steps: int,
         group: dist.ProcessGroup | None,
         wait: Callable[[], Any],
     ) -> None:
-        """`model` and `reference` (with KL only) are on this rank's device; `temperature` is that of the
-        rollouts; `wait()` is a context manager around waiting for other ranks; `group` None means this rank alone."""
+        """`model` and `reference` (with KL only) are on this rank's device; `wait()` is a context manager around
+        waiting for other ranks; `group` None means this rank alone."""
         self.mesh = Mesh(dist.get_world_size(group) if group is not None else 1, 1, 1)
         self.model, self._reference, self._config = model.train(), reference, config
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._device = next(model.parameters()).device
-        self._rules, self._temperature, self._group, self._wait = rules, temperature, group, wait
+        self._rules, self._group, self._wait = rules, group, wait
         self._num_schedule_steps = num_schedule_steps
         self._loss = _loss_config(algorithm)
         self._step = self._skipped_in_a_row = 0
@@ -89,8 +88,8 @@ class TorchTrainer:
 
     # ------------------------------------------------------------------------------------------ one step
 
-    def train_minibatch(self, groups: Sequence[GroupPayload], version: int) -> None:
-        for microbatch in pack(groups, version, self._rules):
+    def train_minibatch(self, groups: Sequence[GroupPayload], version: int, temperatures: Sequence[float]) -> None:
+        for microbatch in pack(groups, version, self._rules, temperatures):
             self._train_microbatch(microbatch.to(self._device))
 
     def _train_microbatch(self, batch: Microbatch) -> None:
@@ -136,7 +135,7 @@ class TorchTrainer:
             hidden.flatten(0, 1)[batch.rows],
             head.weight,
             batch.targets,
-            self._temperature,
+            batch.temperature,
             self._config.logprob_chunk_tokens,
             head.bias,
             with_entropy,
