@@ -28,6 +28,7 @@ EXTRAS = {
 }
 EXTRAS["dev"] = [
     *EXTRAS["tensorboard"],
+    *EXTRAS["wandb"],
     *EXTRAS["parquet"],
     "pytest",
     "pytest-timeout",

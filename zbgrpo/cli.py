@@ -80,6 +80,19 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument(
         "--workers", type=_positive_count, default=2, metavar="N", help="scoring processes (default: %(default)s)"
     )
+    score.add_argument(
+        "--code-sandbox-url", metavar="URL", help="code: run programs in a remote sandbox, at its run_code endpoint"
+    )
+    score.add_argument(
+        "--min-isolation",
+        type=int,
+        choices=(0, 1, 2),
+        default=1,
+        help="code: run nothing on a machine that keeps programs in less well (default: %(default)s)",
+    )
+    score.add_argument(
+        "--allow-unsafe-code", action="store_true", help="code: run programs below that isolation all the same"
+    )
     score.set_defaults(verb=_score)
 
     rollouts = verbs.add_parser(
@@ -122,7 +135,14 @@ def _positive_seconds(text: str) -> float:
 def _score(arguments: argparse.Namespace) -> int:
     from zbgrpo.rewards.score import RewardSpec, score_file
 
-    score_file(arguments.file, RewardSpec(arguments.reward_type, arguments.time_limit), sys.stdout, arguments.workers)
+    spec = RewardSpec(
+        arguments.reward_type,
+        arguments.time_limit,
+        code_sandbox_url=arguments.code_sandbox_url,
+        min_isolation=arguments.min_isolation,
+        allow_unsafe_code=arguments.allow_unsafe_code,
+    )
+    score_file(arguments.file, spec, sys.stdout, arguments.workers)
     return 0
 
 

@@ -64,6 +64,7 @@ NEW_FLAGS = {
     "--weight-transport": "auto",
     "--weight-staging": "device",
     "--consumer-python": None,
+    "--code-sandbox-url": None,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shlex
 import subprocess
@@ -11,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.test_config_flags import SEED_FLAGS
+from zbgrpo.config import fields, validate
 from zbgrpo.config.flags import FLAGS, WITHOUT_MEANING
 from zbgrpo.config.load import load_config
+from zbgrpo.observe.metrics import METRIC_KEYS
 from zbgrpo.rewards.messages import RewardSpec, ScoreRequest
 from zbgrpo.rewards.score import build_scorer
 
@@ -25,12 +29,15 @@ SCRIPTS = [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci/run"]
 
 FLAG = re.compile(r"(?<![\w./-])(--?[A-Za-z][\w-]*)(?![\w>-])")
 FOREIGN_FLAGS = {
-    "torchrun": {"--nproc-per-node", "--standalone", "--max-restarts", "--signals-to-handle"},
+    "torchrun": {
+        "--nproc-per-node", "--standalone", "--max-restarts", "--signals-to-handle", "--master-addr", "--master-port",
+        "--rdzv-endpoint",
+    },
     "python and pip": {"-m", "-c", "-e", "-d", "--index-url", "--no-index", "--find-links", "--no-build-isolation"},
     "docker": {"-f", "-t", "-v", "-w", "-it", "--build-arg", "--rm", "--ipc", "--shm-size", "--gpus", "--ulimit"},
     "Slurm and the shell": {"-n", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--signal"},
     "launch/test.sh": {"--fast", "--all"},
-}
+}  # fmt: skip
 """Flags of other programs that the pages show."""
 
 FORBIDDEN = re.compile(
@@ -112,6 +119,78 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, target
     for path in re.findall(r"`((?:zbgrpo|tests|launch|docs|configs|docker)/[\w./-]+\.\w+)`", text):
         assert (ROOT / path).exists(), f"{page_id(page)} names {path}"
+
+
+CITED = re.compile(r"`(tests/[\w/]+\.py)::([\w:]+)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_cited_tests_exist(page: Path) -> None:
+    for path, name in CITED.findall(page.read_text()):
+        assert name in names_in(ROOT / path), f"{page_id(page)} cites {path}::{name}"
+
+
+@functools.cache
+def names_in(path: Path) -> frozenset[str]:
+    """Tests of a file: `test_this`, `TestThat::test_this`. None where there is no such file."""
+    found = []
+    for node in ast.parse(path.read_text()).body if path.exists() else []:
+        if isinstance(node, ast.FunctionDef):
+            found.append(node.name)
+        elif isinstance(node, ast.ClassDef):
+            found += [f"{node.name}::{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)]
+    return frozenset(name for name in found if re.search(r"(^|::)test_", name))
+
+
+# ------------------------------------------------------------------------------------------ docs/seed_flags.md
+
+
+def seed_rows(title: str) -> list[list[str]]:
+    """Cells of the tables below a heading of docs/seed_flags.md, without their heads."""
+    section = (ROOT / "docs/seed_flags.md").read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    heads = {number - 1 for number, line in enumerate(lines) if line.startswith("|---")}
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for number, line in enumerate(lines)
+        if number not in heads and not line.startswith("|---")
+    ]
+
+
+def test_every_flag_of_the_seed_has_its_row_and_no_other_flag() -> None:
+    rows = [row[0] for row in seed_rows("Flags")]
+    known = [", ".join(f"`{name}`" for name in (short, long) if name) for short, long, *_ in SEED_FLAGS]
+    assert sorted(rows) == sorted([*known, *(f"`{name}`" for name in WITHOUT_MEANING)])
+
+
+@pytest.mark.parametrize("row", seed_rows("Flags"), ids=lambda row: row[0])
+def test_the_row_of_a_flag_says_its_default_whether_it_is_there_and_what_covers_it(row: list[str]) -> None:
+    names, default, here, covered = row
+    assert CITED.search(covered) and here
+    path = next((flag.path for flag in FLAGS if f"`{flag.long}`" in names), None)
+    if path is None:
+        return
+    value = fields.get(load_config([]).config, path)
+    if value not in (None, False, {}):
+        assert default == f"`{value}`"
+    refused = path in {entry.path for entry in validate.NOT_AVAILABLE}
+    assert refused == ("not available yet" in here), "what is refused is said, and nothing else"
+
+
+def test_keys_and_metrics_of_the_page_exist() -> None:
+    keys = re.findall(
+        r"`(\w+\.\w+)(?:=[^`]*)?`", " ".join(row[1] for row in seed_rows("What the seed fixes, and its key here"))
+    )
+    assert len(keys) > 12 and set(keys) <= fields.leaves().keys()
+    metrics = [row for row in seed_rows("Outputs") if len(row) == 2]
+    here = {name for row in metrics for name in re.findall(r"`(\w+/\w+)`", row[1])}
+    assert len(here) > 7 and here <= METRIC_KEYS.keys()
+
+
+@pytest.mark.parametrize("title", ["Checks", "Outputs", "Debts that were not taken over"])
+def test_every_promise_of_the_page_is_covered(title: str) -> None:
+    rows = [row for row in seed_rows(title) if len(row) == 3]
+    assert len(rows) >= 4 and all(CITED.search(row[2]) for row in rows)
 
 
 def tree_paths() -> set[str]:

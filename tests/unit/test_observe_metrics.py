@@ -3,14 +3,12 @@
 import json
 import logging
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from zbgrpo.errors import ConfigError
 from zbgrpo.observe.metrics import METRIC_KEYS, MetricsWriter, read_metrics
 
 FULL: dict[str, Any] = dict.fromkeys(METRIC_KEYS, 1.0)
@@ -26,7 +24,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def test_the_documented_keys() -> None:
     expected = """step wall_s reward/mean reward/format_acc reward/ans_acc reward/zero_variance_groups train/loss
     train/kl train/entropy train/grad_norm train/lr train/clip_ratio train/sample_utilization train/overlong_ratio
-    rollout/response_length_mean rollout/temperature rollout/logprob_gap rollout/ess staleness/mean staleness/max
+    rollout/response_length_mean rollout/temperature rollout/effective_groups rollout/logprob_gap rollout/ess staleness/mean staleness/max
     staleness/tokens_left_out throughput/completion_tokens_per_s weights/version_applied_min weights/broadcast_s
     weights/stall_s ledger/leased ledger/buffered ledger/consumed ledger/filtered ledger/dropped bubble/consumers
     bubble/producers memory/rss_mb"""
@@ -125,44 +123,3 @@ def test_without_tensorboard_one_warning(
     assert len(caplog.records) == 1
     assert "pip install tensorboard" in caplog.text
     assert len(read_metrics(tmp_path)) == 1
-
-
-def test_wandb_that_is_not_installed_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="pip install wandb"):
-        MetricsWriter(tmp_path, wandb=True)
-
-
-class FakeRun:
-    def __init__(self) -> None:
-        self.id = "abc"
-        self.rows: list[dict[str, Any]] = []
-        self.metrics: list[tuple[str, Any]] = []
-        self.finished = 0
-
-    def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        self.metrics.append((name, step_metric))
-
-    def log(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-
-    def finish(self) -> None:
-        self.finished += 1
-
-
-def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, inits = FakeRun(), []
-    fake = types.ModuleType("wandb")
-    fake.init = lambda **options: inits.append(options) or run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    for first_step in (1, 2):
-        writer = MetricsWriter(tmp_path, wandb=True, project="p", config_dict={"a": 1}, first_step=first_step)
-        writer.write(first_step, {**FULL, "train/kl": None, "train/loss": 0.5})
-        writer.close()
-    assert [options["id"] for options in inits] == [None, "abc"]
-    assert (inits[0]["project"], inits[0]["config"]) == ("p", {"a": 1})
-    assert ("*", "step") in run.metrics
-    assert [row["step"] for row in run.rows] == [1, 2]
-    assert run.rows[0]["train/loss"] == 0.5
-    assert "train/kl" not in run.rows[0]
-    assert run.finished == 2

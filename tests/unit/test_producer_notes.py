@@ -8,7 +8,7 @@ import pytest
 
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.data.rows import Row
-from zbgrpo.engine.producer import Producer, _Work
+from zbgrpo.engine.producer import Producer, PromptSource, _Work
 from zbgrpo.ledger.records import Lease
 from zbgrpo.observe.timeledger import TimeLedger
 from zbgrpo.rewards.messages import RewardSpec, ScoreOutcome, ScoreRequest
@@ -21,9 +21,10 @@ def _outcome(gold: str) -> ScoreOutcome:
 
 def test_each_unparsable_gold_is_counted_once(caplog: pytest.LogCaptureFixture) -> None:
     parts: dict[str, Any] = dict.fromkeys(
-        ("backend", "pool", "prompts", "channel", "subscriber", "events", "stop_requested")
+        ("backend", "pool", "channel", "subscriber", "profiler", "events", "stop_requested")
     )
-    producer = Producer(RunConfig(), ledger=TimeLedger(), **parts)
+    prompts = PromptSource([], [], lambda messages: [1], str, {})
+    producer = Producer(RunConfig(), prompts=prompts, ledger=TimeLedger(), **parts)
     bad, good = _outcome(r"\frac{{{"), _outcome("4")
     assert bad.gold_unparsable and not good.gold_unparsable
     for line, outcomes in ((1, [good, bad]), (1, [bad, bad]), (2, [good, good]), (3, [bad, good])):

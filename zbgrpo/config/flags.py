@@ -126,7 +126,9 @@ FLAGS: tuple[Flag, ...] = (
     Flag("-kl", "--kl-coeff", "algorithm.kl_coeff", "float", _A,
          "weight of the KL to the reference model, 0 loads none; GRPO 0.01, DAPO 0 if left out"),
     Flag("-rt", "--reward-type", "reward.type", "str", _A,
-         "think_answer_tags, boxed, module:function or file.py:function (code is not available yet)"),
+         "think_answer_tags, boxed, code, module:function or file.py:function"),
+    Flag(None, "--code-sandbox-url", "reward.code_sandbox_url", "str", _A,
+         "run programs of -rt code in a remote sandbox: address of its run_code endpoint"),
     Flag(None, "--trainer", "trainer.backend", "str", _T,
          "library that trains (colossalai is not available yet)"),
     Flag("-tbs", "--train-batch-size", "trainer.train_batch_size", "int", _T,
@@ -166,7 +168,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(None, "--log-dir", "observe.log_dir", "str", _O,
          "folder for logs and metrics; the project's name is added"),
     Flag(None, "--enable_profiling", "observe.enable_profiling", "switch", _O,
-         "write a trace (not available yet)"),
+         "profile some steps of every rank with torch's profiler"),
 )
 # fmt: on
 

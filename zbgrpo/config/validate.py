@@ -41,10 +41,6 @@ NOT_AVAILABLE: tuple[NotAvailable, ...] = (
     NotAvailable("trainer.pipeline_parallel_size", lambda value: value > 1, "use 1"),
     NotAvailable("cluster.producer_tensor_parallel_size", lambda value: value > 1, "use 1"),
     NotAvailable("cluster.consumer_python", lambda value: value is not None, "leave it out"),
-    NotAvailable(
-        "reward.type", lambda value: value == "code", "use think_answer_tags, boxed or a function of your own"
-    ),
-    NotAvailable("observe.enable_profiling", bool, "leave it out"),
     NotAvailable("weights.transport", lambda value: value == "ipc", "use auto"),
 )
 

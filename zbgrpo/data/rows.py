@@ -53,19 +53,23 @@ class _BadRow(Exception):
     """One row cannot be used, and why. Never leaves this module."""
 
 
-def load_rows(path: str, skip_bad_rows: bool) -> LoadedRows:
+def load_rows(path: str, skip_bad_rows: bool, check: Callable[[Row], str | None] = lambda row: None) -> LoadedRows:
     """Reads all rows of `path`.
 
     A path that is no file is taken for the name of a Hugging Face data set, of which the `train` split is read, if that
     package is there. A bad row raises `DataError` as `file:line: reason`, or is counted with `skip_bad_rows`. A file
-    that is missing, damaged or without any usable row is a `DataError` in both cases.
+    that is missing, damaged or without any usable row is a `DataError` in both cases. `check` says what else is wrong
+    with a row, or None.
     """
     rows: list[Row] = []
     num_bad = 0
     first_bad = ""
     for line, raw in _read(path):
         try:
-            rows.append(_to_row(_parse_json(raw) if isinstance(raw, bytes) else raw, line))
+            row = _to_row(_parse_json(raw) if isinstance(raw, bytes) else raw, line)
+            if (wrong := check(row)) is not None:
+                raise _BadRow(wrong)
+            rows.append(row)
         except _BadRow as bad:
             reason = f"{path}:{line}: {bad}"
             if not skip_bad_rows:

@@ -17,10 +17,20 @@ from zbgrpo.checkpoint.model_folder import load_model, load_tokenizer
 from zbgrpo.config.load import to_tree
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.engine import startup
-from zbgrpo.engine.common import DRAIN_SECONDS, device_of, dtype_of, gather_nodes, log_start, make_channel, say_hello
+from zbgrpo.engine.common import (
+    DRAIN_SECONDS,
+    device_of,
+    dtype_of,
+    gather_nodes,
+    log_start,
+    make_channel,
+    make_profiler,
+    say_hello,
+)
 from zbgrpo.engine.consumer import Consumer
 from zbgrpo.engine.finished import mark_finished, save_folder
 from zbgrpo.engine.hub_process import ChildProcess
+from zbgrpo.engine.inputs import load_data, load_evaluation, make_renderer
 from zbgrpo.engine.rank import Rank
 from zbgrpo.engine.recorder import Recorder
 from zbgrpo.errors import ConfigError, NoEffectiveGroupsError, PeerLostError
@@ -30,6 +40,7 @@ from zbgrpo.observe.logs import setup_rank_logging
 from zbgrpo.observe.metrics import MetricsWriter
 from zbgrpo.observe.progress import Progress, print_closing_table
 from zbgrpo.observe.timeledger import IMBALANCE, SHUTDOWN, STARTUP, TimeLedger
+from zbgrpo.observe.wandb_sink import require_wandb
 from zbgrpo.trainer.schedule import schedule_steps
 from zbgrpo.trainer.torch_backend import TorchTrainer
 from zbgrpo.transport import messages as m
@@ -60,6 +71,7 @@ def run_consumer(rank: Rank) -> str:
         consumer, parts = _start(rank, ledger)
     reason = consumer.run()
     with ledger.phase(SHUTDOWN):
+        consumer.profiler.close()
         final = consumer.finish()
         # Goodbyes are what the hub waits for before it gives rank 0 the totals, and before it ends.
         consumer.reader.close()
@@ -123,6 +135,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Consumer, _Parts]:
         recorder=parts.recorder,
         ledger=ledger,
         events=events,
+        profiler=make_profiler(rank, document.log_dir),
         temperatures=TemperatureSchedule(config.inference, len(document.usable), config.seed),
         version=document.version,
         evaluating=document.evaluate_first,
@@ -137,13 +150,15 @@ def _read_inputs(rank: Rank) -> tuple[Any, Any, Any, Any]:
     if rank.env.rank != 0:
         return None, None, None, None
     config = rank.config
+    if config.observe.wandb:
+        require_wandb()
     function_file, colon, _ = config.reward.type.rpartition(".py:")
     if colon and not Path(f"{function_file}.py").is_file():
         raise ConfigError(f"-rt/--reward-type: {function_file}.py: no such file")
-    rows = startup.load_data(config)
+    rows = load_data(config)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
-    renderer = startup.make_renderer(config, tokenizer)
-    return tokenizer, renderer, rows, startup.load_evaluation(config, renderer)
+    renderer = make_renderer(config, tokenizer)
+    return tokenizer, renderer, rows, load_evaluation(config, renderer)
 
 
 def _plan_address(rank: Rank, store: Any, parts: _Parts, nodes: list[int]) -> tuple[dict[str, str], str, int]:

@@ -9,16 +9,28 @@ from typing import Any
 import torch.distributed as dist
 
 from zbgrpo.checkpoint.model_folder import load_model, load_tokenizer
+from zbgrpo.config.schema import RunConfig
 from zbgrpo.engine import startup
-from zbgrpo.engine.common import DRAIN_SECONDS, device_of, dtype_of, gather_nodes, log_start, make_channel, say_hello
+from zbgrpo.engine.common import (
+    DRAIN_SECONDS,
+    device_of,
+    dtype_of,
+    gather_nodes,
+    log_start,
+    make_channel,
+    make_profiler,
+    say_hello,
+)
+from zbgrpo.engine.inputs import load_data, load_evaluation, make_renderer
 from zbgrpo.engine.producer import Producer, PromptSource
 from zbgrpo.engine.rank import Rank
 from zbgrpo.groups.process_groups import connect, disconnect, make_groups
 from zbgrpo.inference.base import InferenceBackend
 from zbgrpo.observe.events import EventLog
 from zbgrpo.observe.logs import setup_rank_logging
+from zbgrpo.observe.profiling import MAX_DECODE_STEPS
 from zbgrpo.observe.timeledger import STARTUP, TimeLedger
-from zbgrpo.rewards.messages import RewardSpec
+from zbgrpo.rewards.messages import CODE_TYPE, RewardSpec
 from zbgrpo.rewards.pool import RewardPool
 from zbgrpo.rewards.prompts import default_stop_strings
 from zbgrpo.transport import messages as m
@@ -35,6 +47,7 @@ def run_producer(rank: Rank) -> str:
     with ledger.phase(STARTUP):
         producer = _start(rank, ledger)
     reason = producer.run()
+    producer.profiler.close()
     producer.pool.close()  # its workers also end by themselves when this process does, however it does
     producer.subscriber.close()
     producer.backend.close()
@@ -52,6 +65,8 @@ def _start(rank: Rank, ledger: TimeLedger) -> Producer:
     document = startup.receive(store)
     log_dir = Path(document.log_dir)
     setup_rank_logging(log_dir, env.rank, f"producer {rank.info.index}")
+    events = EventLog(log_dir / "events" / f"rank-{env.rank}.jsonl")
+    pool = RewardPool(RewardSpec.of(config.reward), config.reward.num_workers)  # its workers load beside all of this
     groups = make_groups(store, rank.topology, config)
     device, dtype = device_of(rank), dtype_of(config)
     log_start(rank, device)
@@ -59,10 +74,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> Producer:
     model = load_model(config.model.path, dtype, device)
     manifest = WeightManifest.of(model, dtype, config.weights.bucket_bytes)
     manifest.check_equal(store.get("manifest/0"))
-    pool = RewardPool(
-        RewardSpec(config.reward.type, config.reward.time_limit_seconds), num_workers=config.reward.num_workers
-    )
-    events = EventLog(log_dir / "events" / f"rank-{env.rank}.jsonl")
+    _tell_isolation(pool, config, events)
     backend = _build_backend(rank, model, tokenizer)
     subscriber = WeightSubscriber(
         groups.weights[0],
@@ -86,9 +98,22 @@ def _start(rank: Rank, ledger: TimeLedger) -> Producer:
         channel=channel,
         subscriber=subscriber,
         ledger=ledger,
+        profiler=make_profiler(rank, document.log_dir, MAX_DECODE_STEPS),
         events=events,
         stop_requested=rank.stop.requested,
     )
+
+
+def _tell_isolation(pool: RewardPool, config: RunConfig, events: EventLog) -> None:
+    """Code is run by nobody before it is known, and written down, what keeps it in. Raises `ConfigError` if that is
+    less than was asked for."""
+    if config.reward.type != CODE_TYPE:
+        return
+    isolation = pool.wait_for_isolation(config.cluster.timeout_seconds)
+    logger.info("programs of responses run with %s", isolation.describe())
+    if isolation.level < config.reward.min_isolation:
+        logger.warning("reward.allow_unsafe_code is on: programs of responses may reach the machine")
+    events.append("sandbox", level=isolation.level, mechanisms=isolation.mechanisms)
 
 
 def _expect(subscriber: WeightSubscriber, received: Received) -> None:
@@ -109,12 +134,11 @@ def _build_backend(rank: Rank, model: Any, tokenizer: Any) -> InferenceBackend:
 
 def _prompt_source(rank: Rank, tokenizer: Any, usable: list[int]) -> PromptSource:
     config = rank.config
-    renderer = startup.make_renderer(config, tokenizer)
+    renderer = make_renderer(config, tokenizer)
 
     def decode(token_ids: list[int]) -> str:
         # Special tokens go, so that an end token is not part of the answer; stop strings are ordinary text and stay.
         text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
-    rows = startup.load_data(config)
-    return PromptSource(rows, usable, renderer.render, decode, startup.load_evaluation(config, renderer))
+    return PromptSource(load_data(config), usable, renderer.render, decode, load_evaluation(config, renderer))

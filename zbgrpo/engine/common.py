@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from zbgrpo.engine.hub_process import address_of
 from zbgrpo.engine.rank import Rank
 from zbgrpo.engine.startup import MAX_MESSAGE_BYTES, Document
 from zbgrpo.errors import PeerLostError
+from zbgrpo.observe.profiling import Profiler
 from zbgrpo.transport import messages as m
 from zbgrpo.transport.channel import Channel, Timing
 from zbgrpo.transport.wire import Sender
@@ -36,6 +38,12 @@ def device_of(rank: Rank) -> torch.device:
 def dtype_of(config: RunConfig) -> torch.dtype:
     """The dtype that both roles compute in and weights travel in."""
     return torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
+
+
+def make_profiler(rank: Rank, log_dir: str, max_calls: int | None = None) -> Profiler:
+    """The profiler of this rank, which does nothing unless it is asked for (--enable_profiling)."""
+    observe, path = rank.config.observe, Path(log_dir) / "trace" / f"rank-{rank.env.rank}.json.gz"
+    return Profiler(path, observe.enable_profiling, observe.profiling_steps, max_calls)
 
 
 def log_start(rank: Rank, device: torch.device) -> None:

@@ -23,6 +23,7 @@ from zbgrpo.ledger.evaluation import EvaluationResult
 from zbgrpo.ledger.records import PlanEntry, PlanKind
 from zbgrpo.observe import timeledger as phases
 from zbgrpo.observe.events import EventLog
+from zbgrpo.observe.profiling import Profiler
 from zbgrpo.observe.timeledger import TimeLedger
 from zbgrpo.trainer.base import TrainerBackend
 from zbgrpo.transport import messages as m
@@ -55,6 +56,7 @@ class Consumer:
         ledger: TimeLedger,
         events: EventLog,
         temperatures: TemperatureSchedule,
+        profiler: Profiler,
         version: int,
         evaluating: bool,
         check_alive: Callable[[], None],
@@ -65,7 +67,7 @@ class Consumer:
         self.trainer, self.tokenizer, self.group = trainer, tokenizer, group
         self.reader, self.channel, self.publisher, self.recorder = reader, channel, publisher, recorder
         self.time, self.events, self.temperatures = ledger, events, temperatures
-        self.version, self.evaluating = version, evaluating
+        self.profiler, self.version, self.evaluating = profiler, version, evaluating
         self.check_alive, self.stop_requested = check_alive, stop_requested
         self.saved_version = version
         self._states: dict[int, dict[str, Any]] = {}
@@ -176,6 +178,7 @@ class Consumer:
 
     def _train_minibatch(self, entry: PlanEntry, groups: list[TrainGroup]) -> None:
         with self.time.phase(phases.BUSY):
+            self.profiler.advance(entry.version)
             self.trainer.train_minibatch(
                 [group.payload for group in groups],
                 entry.version,

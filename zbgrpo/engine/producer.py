@@ -26,8 +26,9 @@ from zbgrpo.ledger.evaluation import EvaluationLease, EvaluationResult
 from zbgrpo.ledger.records import Lease
 from zbgrpo.observe import timeledger as phases
 from zbgrpo.observe.events import EventLog
+from zbgrpo.observe.profiling import Profiler
 from zbgrpo.observe.timeledger import TimeLedger
-from zbgrpo.rewards.messages import ANSWER_TYPES, ScoreOutcome, ScoreRequest
+from zbgrpo.rewards.messages import ANSWER_TYPES, CODE_TYPE, ScoreOutcome, ScoreRequest
 from zbgrpo.rewards.overlong import final_reward
 from zbgrpo.rewards.pool import RewardPool
 from zbgrpo.transport import messages as m
@@ -77,6 +78,7 @@ class Producer:
         channel: Channel,
         subscriber: WeightSubscriber,
         ledger: TimeLedger,
+        profiler: Profiler,
         events: EventLog,
         stop_requested: Callable[[], str | None],
     ) -> None:
@@ -84,6 +86,7 @@ class Producer:
         self.backend, self.pool, self.prompts = backend, pool, prompts
         self.channel, self.subscriber = channel, subscriber
         self.time, self.events, self.stop_requested = ledger, events, stop_requested
+        self.profiler = profiler
         self.temperatures = TemperatureSchedule(config.inference, len(prompts.usable), config.seed)
         self.work: dict[int, _Work] = {}  # by key
         self.hold: int | None = None  # the version to stay with while it is evaluated
@@ -203,6 +206,7 @@ class Producer:
         num_slots = self.backend.num_slots
         if not self.backend.num_active and not self.backend.num_unstarted:
             return []
+        self.profiler.advance(self.subscriber.applied_version)
         occupied = min(num_slots, self.backend.num_active + self.backend.num_unstarted)
         rest = phases.EVAL if self.hold is not None else phases.STARVED
         with self.time.phase_weighted(phases.BUSY, occupied / num_slots, rest):
@@ -291,7 +295,7 @@ class Producer:
         config, responses = self.config, [work.responses[n] for n in range(work.num_responses)]
         algorithm, limit = config.algorithm, config.inference.max_new_tokens
         # A verifier's verdict on half an answer is worth nothing; a user's own function judges what there is.
-        verified = config.reward.type in ANSWER_TYPES
+        verified = config.reward.type in (*ANSWER_TYPES, CODE_TYPE)
         rewards = [
             final_reward(
                 outcome.reward,

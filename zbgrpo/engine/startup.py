@@ -23,14 +23,13 @@ from zbgrpo.config.load import dump_yaml
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.config.sizes import ring_bytes
 from zbgrpo.data.chat import PromptRenderer
-from zbgrpo.data.rows import Row, load_rows
+from zbgrpo.data.rows import Row
 from zbgrpo.engine import saving
 from zbgrpo.engine.finished import save_folder
 from zbgrpo.engine.hub_process import ChildProcess
 from zbgrpo.engine.hub_spec import HubSpec, ReaderSpec
 from zbgrpo.errors import ConfigError, DataError, RunFolderError
 from zbgrpo.observe.events import iter_events, void_later
-from zbgrpo.rewards.prompts import default_system_prompt
 from zbgrpo.topology.env import TorchrunEnv
 from zbgrpo.topology.roles import Topology
 from zbgrpo.transport.channel import Timing
@@ -61,36 +60,6 @@ class Prepared(NamedTuple):
 
     document: Document
     hub: ChildProcess
-
-
-def load_data(config: RunConfig) -> list[Row]:
-    """Training rows; raises `DataError` naming file and line."""
-    loaded = load_rows(config.data.path, config.data.skip_bad_rows)
-    if loaded.num_bad:
-        logger.warning("%s: %d bad rows skipped", config.data.path, loaded.num_bad)
-    return loaded.rows
-
-
-def load_evaluation(config: RunConfig, renderer: PromptRenderer) -> dict[str, list[Row]]:
-    """Rows of every evaluation set that fit the prompt limit; the same on every rank."""
-    sets = {}
-    for task, path in config.evaluation.datasets.items():
-        rows = load_rows(path, config.data.skip_bad_rows).rows
-        usable = renderer.usable_rows(rows)
-        if usable.num_too_long:
-            logger.warning("%s: %d prompts are too long and left out (-mpt)", path, usable.num_too_long)
-        if not usable.indices:
-            raise DataError(f"{path}: the evaluation set {task!r} has no usable rows")
-        sets[task] = [rows[i] for i in usable.indices]
-    return sets
-
-
-def make_renderer(config: RunConfig, tokenizer: Any) -> PromptRenderer:
-    """The one way in which rows become token ids."""
-    system = config.data.system_prompt
-    if system is None:
-        system = default_system_prompt(config.reward.type)
-    return PromptRenderer(tokenizer, system or None, config.data.max_prompt_tokens)
 
 
 def claim_folders(config: RunConfig) -> RunLock:

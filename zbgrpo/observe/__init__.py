@@ -1,4 +1,4 @@
 """What a run shows and leaves behind: time ledger, event logs, metrics, rollout samples, progress, summary.
 
-Nothing here imports torch; rich, tensorboard and wandb are imported only where a run asks for them.
+Torch, rich, tensorboard and wandb are imported only where a run asks for what needs them.
 """

@@ -6,11 +6,14 @@ Every function takes time proportional to the length of its input, whatever that
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable
 from typing import NamedTuple, Optional
 
 _TAG = re.compile(r"</?(?:think|answer)>")
 _TAG_ORDER = ["<think>", "</think>", "<answer>", "</answer>"]
+_OPENING_FENCE = re.compile(r"(?<!`)```python[ \t]*\r?\n")
+_CLOSING_FENCE = re.compile(r"^[ \t]*```(?![`\w])", re.MULTILINE)
 _BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|(?P<escaped>\\.)|(?P<open>\{)|(?P<close>\})", re.DOTALL)
 
 
@@ -48,6 +51,25 @@ def extract_boxed(response: str, prompt: str = "") -> Extraction:
     part = answer_part(response, prompt)
     answer = last_box(part) if part is not None else None
     return Extraction(answer is not None, answer)
+
+
+def extract_code(response: str, prompt: str = "") -> Extraction:
+    """Content of the last ```python block of the answer part; the format is valid if there is one.
+
+    The block is what stands between the last "```python" at the end of a line and the next line that begins with "```";
+    without that line, or with white space alone in between, there is no block, whatever came before. A fence that is
+    indented, as in a list, takes its indentation off the block.
+    """
+    part = answer_part(response, prompt)
+    openings = list(_OPENING_FENCE.finditer(part)) if part is not None else []
+    if part is None or not openings:
+        return Extraction(False, None)
+    start = openings[-1].end()
+    closing = _CLOSING_FENCE.search(part, start)
+    code = part[start : closing.start()] if closing is not None else ""
+    if not code.strip():
+        return Extraction(False, None)
+    return Extraction(True, code if code[0] not in " \t" else textwrap.dedent(code))
 
 
 def answer_part(response: str, prompt: str = "") -> Optional[str]:
@@ -89,5 +111,6 @@ def last_box(text: str) -> Optional[str]:
 EXTRACTORS: dict[str, Callable[[str, str], Extraction]] = {
     "think_answer_tags": extract_think_answer,
     "boxed": extract_boxed,
+    "code": extract_code,
 }
 """Extraction by reward type: (response, prompt) -> Extraction."""

@@ -17,7 +17,8 @@ import msgspec
 
 from zbgrpo.errors import ConfigError, InfrastructureError, ProtocolError, ZbgrpoError
 from zbgrpo.rewards.extract import EXTRACTORS
-from zbgrpo.rewards.messages import RewardSpec, ScoreOutcome, ScoreRequest, WorkerReady
+from zbgrpo.rewards.messages import CODE_TYPE, RewardSpec, ScoreOutcome, ScoreRequest, WorkerReady
+from zbgrpo.rewards.sandbox.base import Isolation
 from zbgrpo.rewards.worker_process import WorkerProcess
 
 START_LIMIT_SECONDS = 180.0
@@ -31,6 +32,13 @@ END_LIMIT_SECONDS = 5.0
 
 MAX_ATTEMPTS = 2
 """How many workers a response may cost before its outcome is an error."""
+
+CODE_GRACE_SECONDS = 5.0
+"""How much longer than its time limit a response may take for code, whose scorer keeps the limit itself."""
+
+BREAKER_WINDOW = 200
+BREAKER_LIMIT = 10
+"""With more infrastructure errors than this among the last `BREAKER_WINDOW` outcomes the pool gives up."""
 
 _START_PAUSE_SECONDS = 0.5
 _REAP_SECONDS = 0.05
@@ -88,6 +96,7 @@ class Manager(threading.Thread):
         super().__init__(name="reward-pool", daemon=True)
         self.closing = threading.Event()
         self.failure: Optional[ZbgrpoError] = None  # why the pool gave up
+        self.isolation: Optional[Isolation] = None  # of the programs that workers run, once one of them has said so
         self._spec = spec
         self._num_workers = num_workers
         self._submitted = submitted
@@ -102,6 +111,8 @@ class Manager(threading.Thread):
         self._retries: collections.deque[Task] = collections.deque()  # for fresh workers only
         self._num_failed_starts = 0
         self._next_start = time.monotonic()
+        self._lost: collections.deque[bool] = collections.deque(maxlen=BREAKER_WINDOW)
+        self._limit_seconds = spec.time_limit_seconds + (CODE_GRACE_SECONDS if spec.type == CODE_TYPE else 0.0)
 
     def run(self) -> None:
         try:
@@ -153,7 +164,7 @@ class Manager(threading.Thread):
             task = worker.task = tasks.popleft()
             task.num_attempts += 1
             # An idle worker starts at once, so its time starts here.
-            worker.deadline = time.monotonic() + self._spec.time_limit_seconds
+            worker.deadline = time.monotonic() + self._limit_seconds
             self._send(worker, task.payload)
 
     def _send(self, worker: _Worker, payload: bytes) -> None:
@@ -200,6 +211,7 @@ class Manager(threading.Thread):
             if ready.user_error is not None:
                 raise ConfigError(ready.user_error)
             worker.is_ready = True
+            self.isolation = ready.isolation
             self._num_failed_starts = 0
         elif worker.task is not None:
             self._finish(worker.task, msgspec.msgpack.decode(payload, type=ScoreOutcome))
@@ -213,6 +225,12 @@ class Manager(threading.Thread):
         task.group.outcomes[task.index] = outcome
         if task.group.is_finished:
             self._finished.put(task.group)
+        self._lost.append(outcome.infrastructure)
+        if outcome.infrastructure and sum(self._lost) > BREAKER_LIMIT:
+            raise InfrastructureError(
+                f"{sum(self._lost)} of the last {len(self._lost)} responses could not be scored, through no fault of "
+                f"theirs; the last because: {outcome.error}"
+            )
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
@@ -226,6 +244,9 @@ class Manager(threading.Thread):
             self._remove(worker)
 
     def _timed_out(self, task: Task) -> ScoreOutcome:
+        if self._spec.type == CODE_TYPE:
+            # The scorer ends programs in time. That it did not is no fault of the response.
+            return ScoreOutcome.failed(f"no outcome after {self._limit_seconds:g} seconds", infrastructure=True)
         request = msgspec.json.decode(task.payload, type=ScoreRequest)
         extract = EXTRACTORS.get(self._spec.type)
         format_valid = extract is not None and extract(request.response, request.prompt).format_valid

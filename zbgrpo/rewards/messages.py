@@ -12,10 +12,18 @@ from typing import Any, Optional
 
 import msgspec
 
+from zbgrpo.config.schema import RewardConfig
 from zbgrpo.errors import ConfigError, ProtocolError
+from zbgrpo.rewards.sandbox.base import Isolation
 
 ANSWER_TYPES = ("think_answer_tags", "boxed")
 """Reward types that compare an extracted answer with `gt_answer`."""
+
+CODE_TYPE = "code"
+"""The reward type that runs programs and looks at `test_cases`."""
+
+FULL_REWARD = 10.0
+"""What a right answer in a valid format is paid by the built-in types."""
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 
@@ -23,10 +31,30 @@ _LENGTH = struct.Struct(">I")
 
 
 class RewardSpec(msgspec.Struct, frozen=True):
-    """Which reward is computed. `time_limit_seconds` is kept by the pool; a scorer itself has no clock."""
+    """Which reward is computed, and within which limits.
+
+    `time_limit_seconds` of a response is kept by the pool, and for code by the scorer: its programs, all together, may
+    run for so long. What follows it is for code alone; `config.schema.RewardConfig` says what it means.
+    """
 
     type: str
     time_limit_seconds: float = 10.0
+    code_memory_bytes: int = 1024**3
+    code_sandbox_url: Optional[str] = None
+    min_isolation: int = 1
+    allow_unsafe_code: bool = False
+
+    @classmethod
+    def of(cls, config: RewardConfig) -> RewardSpec:
+        """As configured."""
+        return cls(
+            config.type,
+            config.time_limit_seconds,
+            config.code_memory_bytes,
+            config.code_sandbox_url,
+            config.min_isolation,
+            config.allow_unsafe_code,
+        )
 
 
 class ScoreRequest(msgspec.Struct):
@@ -64,24 +92,27 @@ class ScoreOutcome(msgspec.Struct):
 
 
 class WorkerReady(msgspec.Struct):
-    """First frame of a worker: it can score now, or the message of a `UserError` that says why it never will."""
+    """First frame of a worker: it can score now, or the message of a `UserError` that says why it never will.
+
+    `isolation` is what its programs are kept in, if it runs any.
+    """
 
     user_error: Optional[str] = None
+    isolation: Optional[Isolation] = None
 
 
 def check_reward_type(reward_type: str) -> None:
     """Raise `ConfigError` unless `reward_type` names a built-in reward or has the form `module:function`."""
-    if reward_type in ANSWER_TYPES:
+    built_in = (*ANSWER_TYPES, CODE_TYPE)
+    if reward_type in built_in:
         return
-    if reward_type == "code":
-        raise ConfigError("reward type 'code': code rewards are not available in this version")
     module, colon, function = reward_type.rpartition(":")
     if colon and module and function.isidentifier():
         return
-    near = difflib.get_close_matches(reward_type, ANSWER_TYPES, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = difflib.get_close_matches(reward_type, built_in, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     raise ConfigError(
-        f"unknown reward type {reward_type!r}{hint} Use one of {', '.join(ANSWER_TYPES)}, "
+        f"unknown reward type {reward_type!r}{hint} Use one of {', '.join(built_in)}, "
         "or module:function, or path/to/file.py:function"
     )
 

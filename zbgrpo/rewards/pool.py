@@ -1,8 +1,10 @@
 """Processes that score groups of responses beside whatever the caller does.
 
-A response costs at most its own time limit. One that runs over it is killed, with its process group, and scores 0; its
-worker is replaced and the next response scores as usual. A worker that dies for another reason is replaced and its
-response tried once more, on a fresh one; then its outcome is an error, never a score.
+A response costs at most its own time limit (for code a little more, see `manager.py`). One that runs over it is killed,
+with its process group, and scores 0; its worker is replaced and the next response scores as usual. A worker that dies
+for another reason is replaced and its response tried once more, on a fresh one; then its outcome is an error, never a
+score. When too many of the last outcomes are such errors, the pool gives up: something is broken, and a run must not
+learn from what is left.
 
 One thread (`manager.py`) owns all workers. The caller's thread only puts groups into one queue and takes them from
 another.
@@ -22,7 +24,9 @@ import msgspec
 from zbgrpo.errors import ConfigError, InfrastructureError
 from zbgrpo.rewards.manager import Group, Manager, Task
 from zbgrpo.rewards.messages import RewardSpec, ScoreOutcome, ScoreRequest, check_reward_type
+from zbgrpo.rewards.sandbox.base import Isolation
 
+_WAIT_SECONDS = 0.02
 CLOSE_LIMIT_SECONDS = 10.0
 """Longest time that `close` takes."""
 
@@ -65,8 +69,8 @@ class RewardPool:
     def poll(self, timeout_seconds: float = 0.0) -> list[tuple[int, list[ScoreOutcome]]]:
         """Groups that have finished, each once, outcomes in request order; waits up to the timeout for the first.
 
-        Raises `ConfigError` if the reward cannot be loaded, `InfrastructureError` if workers cannot be started or the
-        pool is closed; groups that finished before are returned first.
+        Raises `ConfigError` if the reward cannot be loaded, `InfrastructureError` if workers cannot be started, too
+        many responses could not be scored, or the pool is closed; groups that finished before are returned first.
         """
         deadline = time.monotonic() + timeout_seconds
         finished: list[tuple[int, list[ScoreOutcome]]] = []
@@ -84,6 +88,21 @@ class RewardPool:
             if finished:
                 return finished
             raise self._manager.failure or InfrastructureError("the reward pool is closed")
+
+    def isolation(self) -> Optional[Isolation]:
+        """What programs are kept in; None until a worker is ready, and for rewards that run none."""
+        return self._manager.isolation
+
+    def wait_for_isolation(self, timeout_seconds: float) -> Isolation:
+        """`isolation` of a reward that runs programs, as soon as a worker is ready; raises what `poll` would."""
+        deadline = time.monotonic() + timeout_seconds
+        while (isolation := self._manager.isolation) is None:
+            if self._manager.failure is not None:
+                raise self._manager.failure
+            if time.monotonic() > deadline:
+                raise InfrastructureError(f"no reward worker was ready within {timeout_seconds:.0f} s")
+            time.sleep(_WAIT_SECONDS)
+        return isolation
 
     def close(self) -> None:
         """Kill and reap every worker, within `CLOSE_LIMIT_SECONDS`; unfinished groups are lost. May be called twice."""

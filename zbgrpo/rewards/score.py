@@ -12,17 +12,27 @@ from typing import Any, Optional, Protocol, TextIO, Union
 
 import msgspec
 
-from zbgrpo.errors import DataError
+from zbgrpo.errors import ConfigError, DataError
 from zbgrpo.rewards import literal
+from zbgrpo.rewards.code import CodeScorer
 from zbgrpo.rewards.custom import RewardFunction
 from zbgrpo.rewards.extract import EXTRACTORS
 from zbgrpo.rewards.math_equal import Verdict, compare, warm_up
-from zbgrpo.rewards.messages import ANSWER_TYPES, RewardSpec, ScoreOutcome, ScoreRequest, check_reward_type
+from zbgrpo.rewards.messages import (
+    ANSWER_TYPES,
+    CODE_TYPE,
+    FULL_REWARD,
+    RewardSpec,
+    ScoreOutcome,
+    ScoreRequest,
+    check_reward_type,
+)
 from zbgrpo.rewards.pool import RewardPool
+from zbgrpo.rewards.sandbox.base import Sandbox
+from zbgrpo.rewards.test_cases import check_test_cases
 
 __all__ = ["RewardSpec", "ScoreOutcome", "ScoreRequest", "Scorer", "build_scorer", "score_file"]
 
-FULL_REWARD = 10.0
 TEXT_ONLY_REWARD = 5.0
 
 _REQUEST_FIELDS = ("response", "gt_answer", "test_cases", "prompt")
@@ -31,7 +41,7 @@ _POLL_SECONDS = 1.0
 
 
 class Scorer(Protocol):
-    """Scores responses in this process, one after the other, without any time limit."""
+    """Scores responses one after the other. None but that of code keeps a time limit."""
 
     def score(self, request: ScoreRequest) -> ScoreOutcome:
         """Outcome for one response; never raises for anything a response contains."""
@@ -72,7 +82,28 @@ def build_scorer(spec: RewardSpec) -> Scorer:
     check_reward_type(spec.type)
     if spec.type in ANSWER_TYPES:
         return AnswerScorer(spec.type)
+    if spec.type == CODE_TYPE:
+        return _code_scorer(spec)
     return RewardFunction(spec.type)
+
+
+def _code_scorer(spec: RewardSpec) -> CodeScorer:
+    """Programs of a model are not run on a machine that cannot keep them in, unless somebody has said so."""
+    from zbgrpo.rewards.sandbox.local import LocalSandbox
+    from zbgrpo.rewards.sandbox.remote import RemoteSandbox
+
+    sandbox: Sandbox = LocalSandbox() if spec.code_sandbox_url is None else RemoteSandbox(spec.code_sandbox_url)
+    isolation = sandbox.isolation()
+    if isolation.level < spec.min_isolation and not spec.allow_unsafe_code:
+        sandbox.close()
+        raise ConfigError(
+            f"code rewards need isolation level {spec.min_isolation} (reward.min_isolation), and this machine has "
+            f"{isolation.describe()}. Level 1 needs Linux 5.13 or newer with Landlock and seccomp, level 2 also user "
+            "namespaces, best with bubblewrap (`bwrap`) installed. Or run programs elsewhere, with "
+            "--code-sandbox-url URL; or accept less, with reward.min_isolation; or, where nothing on the machine is "
+            "worth protecting, set reward.allow_unsafe_code=true"
+        )
+    return CodeScorer(sandbox, spec)
 
 
 def score_file(path: Union[str, Path], spec: RewardSpec, out: TextIO, num_workers: int = 2) -> None:
@@ -136,8 +167,14 @@ def _read_request(line: bytes, place: str, reward_type: str) -> ScoreRequest:
     gold = _gold_text(row.get("gt_answer"), place)
     if gold is None and reward_type in ANSWER_TYPES:
         raise DataError(f"{place}: 'gt_answer' is missing, and reward type {reward_type} compares with it")
+    if reward_type == CODE_TYPE and (reason := _fault_of_test_cases(test_cases)) is not None:
+        raise DataError(f"{place}: {reason}")
     rest = {name: value for name, value in row.items() if name not in _REQUEST_FIELDS}
     return ScoreRequest(response, gold, test_cases, prompt, rest)
+
+
+def _fault_of_test_cases(test_cases: Optional[dict[str, Any]]) -> Optional[str]:
+    return "'test_cases' is missing" if test_cases is None else check_test_cases(test_cases)
 
 
 def _gold_text(gold: Any, place: str) -> Optional[str]:

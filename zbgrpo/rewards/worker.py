@@ -19,6 +19,7 @@ from typing import Optional
 import msgspec
 
 from zbgrpo.errors import UserError
+from zbgrpo.rewards.code import CodeScorer
 from zbgrpo.rewards.messages import (
     ANSWER_TYPES,
     RewardSpec,
@@ -55,7 +56,7 @@ def _serve(channel: socket.socket) -> int:
     scorer = _build_or_report(channel, spec)
     if scorer is None:
         return 1
-    _send(channel, WorkerReady())
+    _send(channel, WorkerReady(isolation=scorer.isolation if isinstance(scorer, CodeScorer) else None))
     decoder = msgspec.json.Decoder(ScoreRequest)
     while (payload := _receive(channel, buffer)) is not None:
         _send(channel, scorer.score(decoder.decode(payload)))
