@@ -15,6 +15,8 @@ from zbgrpo.rewards.sandbox.base import End, Limits
 ESCAPED = b"ESCAPED"
 ANY_END = frozenset(End) - {End.INFRASTRUCTURE}
 MIB = 1024**2
+SHORT = 0.7
+"""Seconds: enough for an interpreter to start, for programs that do not end."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,15 @@ class Hostile:
 
 @dataclass(frozen=True)
 class Honest:
-    """A program that must run at every level listed."""
+    """A program that must run at every level."""
 
     name: str
     source: str
     stdout: bytes
     stdin: bytes
     exit_status: int
-    levels: frozenset[int]
+    shared_memory: bool
+    """It needs a /dev/shm of its own, which level 1 can give only where the machine lets it mount."""
 
 
 PRELUDE = """\
@@ -98,10 +101,10 @@ def honest(
     *,
     stdin: bytes = b"",
     exit_status: int = 0,
-    levels: frozenset[int] | set[int] = frozenset({0, 1, 2}),
+    shared_memory: bool = False,
 ) -> None:
     expected = stdout.encode() if isinstance(stdout, str) else stdout
-    HONEST.append(Honest(name, textwrap.dedent(source), expected, stdin, exit_status, frozenset(levels)))
+    HONEST.append(Honest(name, textwrap.dedent(source), expected, stdin, exit_status, shared_memory))
 
 
 # fmt: off
@@ -110,41 +113,41 @@ TIME, ENDED, CRASH, OUTPUT = {End.TIME}, {End.EXITED}, {End.SIGNALLED}, {End.OUT
 
 # Time.
 
-hostile("busy loop", "while True: pass", ends=TIME, wall_seconds=1.0)
-hostile("sleep", "time.sleep(3600)", ends=TIME, wall_seconds=1.0)
+hostile("busy loop", "while True: pass", ends=TIME, wall_seconds=SHORT)
+hostile("sleep", "time.sleep(3600)", ends=TIME, wall_seconds=SHORT)
 hostile("ignored signals", """
     for number in range(1, 65):
         try: signal.signal(number, signal.SIG_IGN)
         except (OSError, ValueError): pass
     while True: time.sleep(1)
-    """, ends=TIME, wall_seconds=1.0)
+    """, ends=TIME, wall_seconds=SHORT)
 hostile("everything caught", """
     while True:
         try:
             while True: pass
         except BaseException: pass
-    """, ends=TIME, wall_seconds=1.0)
-hostile("interpreter held in C", "print(pow(3, 10**9) % 10)", wall_seconds=1.0)
-hostile("huge decimal", "sys.set_int_max_str_digits(0); print(len(str(10 ** 10**8)))", wall_seconds=1.0)
-hostile("tower of powers", "print(10 ** 10 ** 10 ** 8)", wall_seconds=1.0)
-hostile("backtracking", "import re; re.match(r'(a|a)*$', 'a' * 64 + 'b')", ends=TIME, wall_seconds=1.0)
+    """, ends=TIME, wall_seconds=SHORT)
+hostile("interpreter held in C", "print(pow(3, 10**9) % 10)", wall_seconds=SHORT)
+hostile("huge decimal", "sys.set_int_max_str_digits(0); print(len(str(10 ** 10**8)))", wall_seconds=SHORT)
+hostile("tower of powers", "print(10 ** 10 ** 10 ** 8)", wall_seconds=SHORT)
+hostile("backtracking", "import re; re.match(r'(a|a)*$', 'a' * 64 + 'b')", ends=TIME, wall_seconds=SHORT)
 hostile("changed clocks", """
     attempt(lambda: time.clock_settime(time.CLOCK_REALTIME, time.time()))
     time.time = time.monotonic = time.perf_counter = lambda: 0.0
     time.sleep = lambda seconds: None
     while True: time.sleep(1)
-    """, ends=TIME, level=1, wall_seconds=1.0)
-hostile("stops itself", "os.kill(os.getpid(), signal.SIGSTOP)", ends=TIME, wall_seconds=1.0)
+    """, ends=TIME, level=1, wall_seconds=SHORT)
+hostile("stops itself", "os.kill(os.getpid(), signal.SIGSTOP)", ends=TIME, wall_seconds=SHORT)
 hostile("closes its output", """
     for descriptor in range(3): os.close(descriptor)
     while True: time.sleep(1)
-    """, ends=TIME, wall_seconds=1.0)
+    """, ends=TIME, wall_seconds=SHORT)
 hostile("work in threads at the end", """
     import threading
     def work():
         while True: pass
     threading.Thread(target=work).start()
-    """, ends=TIME, wall_seconds=1.0)
+    """, ends=TIME, wall_seconds=SHORT)
 hostile("timers reset", """
     import resource
     signal.setitimer(signal.ITIMER_REAL, 0); signal.setitimer(signal.ITIMER_PROF, 0); signal.alarm(0)
@@ -154,7 +157,7 @@ hostile("timers reset", """
         if hard != resource.RLIM_INFINITY:
             attempt(lambda: resource.setrlimit(limit, (hard + 1, hard + 1)))
     while True: pass
-    """, ends=TIME, wall_seconds=1.0)
+    """, ends=TIME, wall_seconds=SHORT)
 
 # Processes and threads.
 
@@ -173,7 +176,7 @@ hostile("fork bomb", """
         except BlockingIOError:
             escaped()
             break
-    """, wall_seconds=2.0, num_processes=32)
+    """, wall_seconds=1.5, num_processes=32)
 hostile("daemon", """
     if os.fork() == 0:
         os.setsid()
@@ -211,7 +214,7 @@ hostile("several run from process to process", """
                 os.setsid()
             os._exit(0)
     for _ in until(8): pass
-    """, ends=TIME, wall_seconds=1.0)
+    """, ends=TIME, wall_seconds=SHORT)
 hostile("stopped children", """
     for _ in range(3):
         if os.fork() == 0:
@@ -350,7 +353,7 @@ hostile("endless recursion in C", """
     value = []
     for _ in range(10**6): value = [value]
     repr(value)
-    """, wall_seconds=1.0)
+    """, wall_seconds=SHORT)
 
 # Output and crashes.
 
@@ -606,7 +609,7 @@ hostile("installs a package", """
     address = f"http://127.0.0.1:{T['tcp_port']}/simple"
     command = [sys.executable, "-m", "pip", "install", "--retries=0", "--timeout=1", f"--index-url={address}", "x"]
     if subprocess.run(command, capture_output=True).returncode == 0: escaped()
-    """, level=1, runs_from=1)
+    """, level=1, runs_from=2)
 hostile("other rights", """
     libc = ctypes.CDLL(None)
     if libc.unshare(0x10000000) == 0: escaped("user namespace")
@@ -683,7 +686,7 @@ honest("multiprocessing", """
         for process in processes: process.join()
         print(sorted(mine.recv() for _ in processes))
     """, "[[0, 0], [1, 1], [2, 4]]\n")
-# glibc keeps semaphores in /dev/shm, and only a name space of its own can give a program that folder.
+# glibc keeps the semaphores behind these in /dev/shm.
 honest("multiprocessing with locks", """
     from concurrent.futures import ProcessPoolExecutor
     import multiprocessing
@@ -691,7 +694,7 @@ honest("multiprocessing with locks", """
     if __name__ == "__main__":
         with ProcessPoolExecutor(2) as pool: print(list(pool.map(work, range(4))))
         with multiprocessing.Pool(2) as pool: print(pool.map(work, range(4)))
-    """, "[0, 1, 4, 9]\n[0, 1, 4, 9]\n", levels={0, 2})
+    """, "[0, 1, 4, 9]\n[0, 1, 4, 9]\n", shared_memory=True)
 honest("asyncio", """
     import asyncio
     async def work(n):

@@ -193,7 +193,8 @@ def look():
         for name in ("fd/0", "cmdline", "environ", *(f"fd/{n}" for n in range(3, 12))):
             try: yield os.read(os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_NONBLOCK), 1 << 20)
             except OSError: pass
-    for name in glob.glob("**", recursive=True) + glob.glob(".*") + glob.glob("../*") + ["../stdin", "../input"]:
+    above = [os.getcwd() + "/.." * n for n in range(1, 4)]
+    for name in glob.glob("**", recursive=True) + glob.glob(".*") + [f"{folder}/stdin" for folder in above]:
         try: yield open(name, "rb").read()
         except OSError: pass
     try:
@@ -353,10 +354,10 @@ def test_the_first_wrong_output_is_the_last_run() -> None:
 
 
 def test_processes_of_a_response_share_its_time_and_memory_limit() -> None:
-    sandbox = Scripted(printed(b"1", 0.75), printed(b"2"))
-    spec = RewardSpec("code", 1.0, code_memory_bytes=12345)
+    sandbox = Scripted(printed(b"1", 2.25), printed(b"2"))
+    spec = RewardSpec("code", 4.0, code_memory_bytes=12345)
     assert score(CodeScorer(sandbox, spec), "x", TWO) == RIGHT
-    assert [limits.wall_seconds for limits in sandbox.limits] == [1.0, 0.25]
+    assert [limits.wall_seconds for limits in sandbox.limits] == [4.0, 1.75]
     assert {limits.memory_bytes for limits in sandbox.limits} == {12345}
 
 
@@ -366,6 +367,7 @@ def test_processes_of_a_response_share_its_time_and_memory_limit() -> None:
         (Execution(End.TIME, None, b"1", "", 1.0),),
         (printed(b"1", 0.5), Execution(End.TIME, None, b"2", "", 0.5)),
         (printed(b"1", 1.5), printed(b"2")),
+        (printed(b"1", 0.9), printed(b"2", 0.2)),
     ],
 )
 def test_time_used_up_scores_zero(executions: tuple[Execution, ...]) -> None:
@@ -432,10 +434,20 @@ def test_the_harness_compiles_and_its_tasks_hold_what_they_need_only() -> None:
     assert json.loads(asserts_task("t", "s", "", ["p"]))["calls"] is None
 
 
-@pytest.mark.parametrize("source", ["while True: pass", "import time; time.sleep(60)"])
-@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_program_has_time_to_start() -> None:
+    """What it gets beyond the limit of the response it can use, but not be paid for."""
+    sandbox = Scripted(printed(b"1", 3.99), printed(b"2", 0.005))
+    assert score(CodeScorer(sandbox, RewardSpec("code", 4.0)), "x", TWO) == RIGHT
+    assert sandbox.limits[1].wall_seconds == code.LEAST_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [*((kind, "while True: pass") for kind in ("programs", "functions", "asserts")),
+     ("programs", "import time; time.sleep(60)")],
+)  # fmt: skip
 def test_real_programs_run_out_of_time(kind: str, source: str) -> None:
-    scorer = CodeScorer(LocalSandbox(), RewardSpec("code", 0.5))
+    scorer = CodeScorer(LocalSandbox(), RewardSpec("code", 2.0))
     assert score(scorer, source, KINDS[kind]) == ScoreOutcome(0.0, 1.0, 0.0, timed_out=True)
     scorer.close()
 

@@ -249,7 +249,7 @@ pool.poll(600.0)
     assert_gone([worker])
 
 
-@pytest.mark.parametrize("name", ["code", "boxd"])
+@pytest.mark.parametrize("name", ["boxd", "module:"])
 def test_unusable_type_is_refused_at_once(name: str) -> None:
     with pytest.raises(ConfigError):
         RewardPool(RewardSpec(name, 10.0), 1)

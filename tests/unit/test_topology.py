@@ -186,7 +186,12 @@ class TestEnv:
     def test_threads(self, environ: dict[str, str]) -> None:
         env.set_thread_env(3)
         environ.pop("PYTEST_CURRENT_TEST", None)
-        assert environ == {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "TOKENIZERS_PARALLELISM": "false", "KINETO_LOG_LEVEL": "6"}
+        assert environ == {
+            "OMP_NUM_THREADS": "3",
+            "MKL_NUM_THREADS": "3",
+            "TOKENIZERS_PARALLELISM": "false",
+            "KINETO_LOG_LEVEL": "6",
+        }
 
     def test_cores_follow_affinity(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert env.available_cores() >= 1

@@ -22,6 +22,9 @@ from zbgrpo.rewards.test_cases import AssertCases, CallCases, ProgramCases, Test
 NUM_RETRIES = 2
 """How often a program is run again that could not be run for reasons outside it."""
 
+LEAST_SECONDS = 1.0
+"""Every program may run for so long, so that its interpreter can start; the response is out of time all the same."""
+
 LOST_SECONDS = 2.0
 """How much longer than its programs may run a response may take, before its sandbox counts as failed."""
 
@@ -83,8 +86,6 @@ class _Programs:
         """
         detail = "it takes much longer than the programs run"
         for num_failures in range(NUM_RETRIES + 1):
-            if self._seconds_left <= 0:
-                raise _OutOfTime
             if time.monotonic() > self._last_start:
                 break
             if num_failures:
@@ -94,13 +95,16 @@ class _Programs:
                 raise _OutOfTime
             if execution.end is not End.INFRASTRUCTURE:
                 self._seconds_left -= execution.wall_seconds
+                if self._seconds_left <= 0:
+                    raise _OutOfTime
                 return execution
             detail = execution.detail
         raise InfrastructureError(f"the sandbox failed: {detail}")
 
     def _limits_of(self, num_output_bytes: int) -> Limits:
         output_bytes = max(self._limits.output_bytes, 2 * num_output_bytes)
-        return msgspec.structs.replace(self._limits, wall_seconds=self._seconds_left, output_bytes=output_bytes)
+        wall_seconds = max(self._seconds_left, LEAST_SECONDS)
+        return msgspec.structs.replace(self._limits, wall_seconds=wall_seconds, output_bytes=output_bytes)
 
 
 def _passes(programs: _Programs, solution: str, cases: TestCases) -> bool:

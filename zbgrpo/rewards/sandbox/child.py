@@ -13,7 +13,7 @@ from zbgrpo.rewards.sandbox import bubblewrap, landlock, mounts, processes, secc
 from zbgrpo.rewards.sandbox.base import Limits
 from zbgrpo.rewards.sandbox.confinement import DEVICES, Confinement
 from zbgrpo.rewards.sandbox.folder import PrivateFolder
-from zbgrpo.rewards.sandbox.interpreter import READY_FD
+from zbgrpo.rewards.sandbox.interpreter import INPUT_FD, READY_FD
 from zbgrpo.rewards.sandbox.system import die_with_parent, drop_capabilities
 from zbgrpo.rewards.sandbox.users import become_user
 
@@ -97,8 +97,11 @@ def _execute(confinement: Confinement, start: Start, stdio: Stdio) -> NoReturn:
 def _place(stdio: Stdio) -> None:
     """Put the descriptors at their numbers; none other survives the `execve`."""
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_SPARE_FD) for descriptor in stdio]
-    for number, descriptor in zip((0, 1, 2, READY_FD), moved, strict=True):
+    for number, descriptor in zip((INPUT_FD, 1, 2, READY_FD), moved, strict=True):
         os.dup2(descriptor, number)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
 
 
 def _provide(content: bytes, number: int) -> None:

@@ -11,6 +11,9 @@ from zbgrpo.errors import ConfigError
 
 READY_FD = 3
 """Where a started program writes `READY`, before any of it runs, and closes it."""
+INPUT_FD = 5
+"""Where its standard input comes in. It is 0 only in the program itself: what starts programs in a namespace of their
+own keeps its own 0 open, where the program could read its input anew."""
 READY = b"+"
 
 _THREAD_STACK_BYTES = 8 * 1024**2
@@ -18,13 +21,16 @@ _THREAD_STACK_BYTES = 8 * 1024**2
 # The names it uses are deleted: a program that forgets its `import sys` must fail. The stack size of threads would
 # otherwise be that of the main thread, and a few threads would fill the address space.
 _BOOTSTRAP = """\
-import posix, sys, _thread
+import builtins, posix, sys, _thread
+builtins.exit = builtins.quit = sys.exit
 posix.write({ready_fd}, {ready!r})
 posix.close({ready_fd})
+posix.dup2({input_fd}, 0)
+posix.close({input_fd})
 _thread.stack_size({thread_stack_bytes})
 sys.path += {packages!r}
 sys.argv = ["program.py"]
-del posix, sys, _thread
+del builtins, posix, sys, _thread
 __file__ = {program!r}
 exec(compile(open(__file__, "rb").read(), __file__, "exec", dont_inherit=True))
 """
@@ -54,6 +60,7 @@ class Interpreter(NamedTuple):
         """Arguments that run the file `program`."""
         bootstrap = _BOOTSTRAP.format(
             ready_fd=READY_FD,
+            input_fd=INPUT_FD,
             ready=READY,
             thread_stack_bytes=_THREAD_STACK_BYTES,
             packages=list(self.packages),

@@ -95,7 +95,9 @@ def isolation(level: int) -> Isolation:
     unused = {name for name in machine.mechanisms if _first_level(name) > level}
     if level == 2:
         unused |= {name for name in machine.mechanisms if name.startswith("landlock")}
-    states = {name: _NOT_USED if name in unused else state for name, state in machine.mechanisms.items()}
+    states = {
+        name: _NOT_USED if name in unused and state == ACTIVE else state for name, state in machine.mechanisms.items()
+    }
     return Isolation(level=level, mechanisms=states)
 
 

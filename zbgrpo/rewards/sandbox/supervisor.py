@@ -117,6 +117,7 @@ def _run(job: Job, lifeline_fd: int, wakeup_fd: int, caller_pid: int) -> Executi
 def _run_in_folder(job: Job, start: Start, lifeline_fd: int, wakeup_fd: int) -> Execution:
     """Start it, watch it to its end, kill what it leaves, and judge."""
     stdin = os.open(start.folder.stdin, os.O_RDONLY | os.O_CLOEXEC)
+    os.unlink(start.folder.stdin)
     stdout, stdout_end = os.pipe()
     stderr, stderr_end = os.pipe()
     ready, ready_end = os.pipe()

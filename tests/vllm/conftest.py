@@ -1,0 +1,7 @@
+"""Tests of the real vLLM; none of them is collected where it is not installed. Engines are shared, see `engines.POOL`."""
+
+from __future__ import annotations
+
+import importlib.util
+
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") is not None else ["test_*.py"]
