@@ -61,6 +61,8 @@ class TestKeys:
         "algorithm.filter_range": ("[0.1, 0.7]", (0.1, 0.7)),
         "evaluation.datasets": ("{math: m.jsonl}", {"math": "m.jsonl"}),
         "inference.stop": ("[a, b]", ["a", "b"]),
+        "observe.profiling_steps": ("5", 5),
+        "reward.min_isolation": ("2", 2),
         "weights.transport": ("gloo", "gloo"),
     }
 

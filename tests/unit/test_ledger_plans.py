@@ -152,6 +152,18 @@ def test_the_next_evaluation_and_the_end_wait_for_the_one_that_runs() -> None:
     assert names(ledger.plan()) == [(END, 2)]
 
 
+def test_no_state_overtakes_an_evaluation_that_training_waits_for() -> None:
+    """Or a run that is killed then would resume behind it, without the weights that it needs."""
+    ledger = started(eval_interval=1, save_interval=1, max_steps=2)
+    assert names(step(ledger)) == [(TRAIN, 0), (SAVE, 1), (EVAL, 1), (TRAIN, 1)]
+    assert ledger.evaluating and ledger.plan() == []
+    ledger.evaluating = False
+    assert names(ledger.plan()) == [(SAVE, 2), (EVAL, 2)]
+    free = started(eval_interval=2, save_interval=1, max_steps=4, max_staleness=9)
+    planned = [name for _ in range(3) for name in names(step(free))]
+    assert free.evaluating and (SAVE, 3) in planned, "here training need not wait, and does not"
+
+
 def test_stop_is_planned_next_whatever_is_buffered() -> None:
     ledger = started(max_staleness=3, plan_ahead=1)
     deliver(ledger, *grant(ledger)[:6])

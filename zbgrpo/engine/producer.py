@@ -270,7 +270,9 @@ class Producer:
         payload = self._payload(work, outcomes)
         numbers = (payload.rewards, payload.format_acc, payload.ans_acc, payload.logprobs)
         if not all(np.isfinite(values).all() for values in numbers):
-            self._drop(lease, DropReason.NON_FINITE, f"row {work.row.line}: a reward or log-prob is not finite")
+            detail = f"row {work.row.line}: a reward or log-prob is not finite"
+            logger.warning("group %s is dropped: %s", lease.uid, detail)
+            self._drop(lease, DropReason.NON_FINITE, detail)
             return None
         algorithm = self.config.algorithm
         if algorithm.dynamic_batching and not is_effective(payload.ans_acc.tolist(), algorithm.filter_range):

@@ -119,6 +119,12 @@ def prepare(
         )
     _write_config(config, log_dir)
     void_events(log_dir, version, saved.ledger if saved is not None else None)
+    if (lost := _lost_evaluation(config, version, list(evaluation))) is not None:
+        logger.warning(
+            "the evaluation of step %d was cut off, and its weights are gone: it is left out (with -si/--save-interval "
+            "a multiple of -ei/--eval-interval, or shorter evaluations, this cannot happen)",
+            lost,
+        )
     evaluate_first = bool(evaluation) and (version == 0 or version % config.evaluation.interval == 0)
     spec = _hub_spec(config, topology, nodes, log_dir, _hub_host(env, nodes, store))
     spec = msgspec.structs.replace(
@@ -145,6 +151,14 @@ def prepare(
         num_schedule_rows=len(usable.indices),
     )
     return Prepared(document, hub)
+
+
+def _lost_evaluation(config: RunConfig, version: int, tasks: list[str]) -> int | None:
+    """The step before `version` whose evaluation was due and is not there; None when there is none."""
+    due = version - version % config.evaluation.interval
+    folder = Path(config.evaluation.save_dir) / config.project
+    missing = [task for task in tasks if not (folder / task / f"step-{due}.jsonl").exists()]
+    return due if missing and due < version else None
 
 
 def _require_rows(config: RunConfig, num_usable: int, num_rows: int) -> None:

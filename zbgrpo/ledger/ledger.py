@@ -226,6 +226,10 @@ class Ledger:
 
     def _plan_mark(self, kind: PlanKind) -> PlanEntry | None:
         if kind is PlanKind.SAVE:
+            # No state overtakes an evaluation where training has to wait for that anyway, or is over.
+            overtakes = self.evaluating and self.evaluated_version < self._open.version
+            if overtakes and (not self._marks or PlanKind.EVAL in self._marks):
+                return None
             self.saved_version = self._open.version
         elif self.evaluating:
             return None
@@ -308,17 +312,8 @@ class Ledger:
     ) -> PlanEntry:
         entry = PlanEntry(self._sequence, kind, version, minibatch, closes, pin, ranks or [])
         self._sequence += 1
-        self.events.append(
-            {
-                "kind": "plan",
-                "sequence": entry.sequence,
-                "entry": kind.value,
-                "version": version,
-                "minibatch": minibatch,
-                "closes": closes,
-                "ranks": entry.ranks,
-            }
-        )
+        event = {"kind": "plan", "sequence": entry.sequence, "entry": kind.value, "version": version}
+        self.events.append(event | {"minibatch": minibatch, "closes": closes, "ranks": entry.ranks})
         return entry
 
     def trained(self, sequence: int) -> None:

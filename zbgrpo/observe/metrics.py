@@ -102,6 +102,7 @@ class MetricsWriter:
             void_later(self._log_dir / name, lambda line: line["step"] < first_step, f"void-{first_step - 1}")
         self._metrics = LineFile(self._log_dir / "metrics.jsonl")
         self._evaluations = LineFile(self._log_dir / "eval.jsonl")
+        self._evaluated = {(line["step"], line["task"]) for line in iter_events(self._log_dir / "eval.jsonl")}
 
     def write(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Write one step and return the record as written. Raises ValueError for a step that is not a later one.
@@ -125,9 +126,16 @@ class MetricsWriter:
     def write_eval(self, record: Mapping[str, Any]) -> None:
         """Write one evaluation to eval.jsonl. `record` has `step` and `task`; numbers go to the sinks as eval/<task>/.
 
-        A step that is evaluated again after a resume gets a second line; the last one counts.
+        A step that a resumed run evaluates again keeps one line: the earlier one is moved aside.
         """
         line = {key: finite(value) for key, value in record.items()}
+        name = line["step"], line["task"]
+        if name in self._evaluated:
+            self._evaluations.close()
+            path = self._log_dir / "eval.jsonl"
+            void_later(path, lambda old: (old["step"], old["task"]) != name, f"void-again-{line['step']}")
+            self._evaluations = LineFile(path)
+        self._evaluated.add(name)
         _write_now(self._evaluations, line)
         self._to_sinks(line["step"], {f"eval/{line['task']}/{key}": v for key, v in line.items() if key != "step"})
 
