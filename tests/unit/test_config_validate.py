@@ -41,6 +41,9 @@ def warnings(*argv: str) -> list[str]:
         (["-rt", "mod-ule:f"], "-rt/--reward-type", ["mod-ule:f"]),
         (["-rt", "file.txt/x:f"], "-rt/--reward-type", ["file.txt"]),
         (["-temp", "0.001"], "-temp/--temperature", ["0.001", "0.01"]),
+        (["-ptp", "2"], "-ptp/--producer-tensor-parallel-size", ["-b/--backend vllm"]),
+        (["-b", "vllm", "-temp", "0.7", "-topp", "0.9"], "-topp/--top-p", ["temperature", "transformers"]),
+        (["-b", "vllm", "-topk", "9", "inference.temperature_end=0.9"], "-topk/--top-k", ["full distribution"]),
         (["inference.temperature_end=0.001"], "inference.temperature_end", ["0.001"]),
         (['inference.stop=["a", ""]'], "inference.stop", ["empty"]),
         (["algorithm.clip_low=1.5"], "algorithm.clip_low", ["1.5"]),
@@ -61,12 +64,10 @@ def test_bad_combination_names_the_flag_and_the_numbers(argv: list[str], culprit
 @pytest.mark.parametrize(
     ("argv", "culprit"),
     [
-        (["-b", "vllm"], "-b/--backend"),
         (["--trainer", "colossalai"], "--trainer"),
         (["-zero", "1"], "-zero/--zero-stage"),
         (["-tp", "2"], "-tp/--tensor-parallel-size"),
         (["-pp", "2"], "-pp/--pipeline-parallel-size"),
-        (["-ptp", "2"], "-ptp/--producer-tensor-parallel-size"),
         (["-rt", "code"], "-rt/--reward-type"),
         (["--weight-transport", "ipc"], "--weight-transport"),
         (["--consumer-python", "python3"], "--consumer-python"),
@@ -94,9 +95,9 @@ def test_trainers_that_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_producers_of_several_ranks_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate, "NOT_AVAILABLE", ())
-    assert load_config(["-t", "2", "-i", "3", "-ptp", "2"], 8).config.world_size == 8
+    assert load_config(["-t", "2", "-i", "3", "-ptp", "2", "-b", "vllm"], 8).config.world_size == 8
     with pytest.raises(ConfigError, match=r"2 trainers \+ 3 inferencers x 2 ranks .* = 8 ranks, but the world has 6"):
-        load_config(["-t", "2", "-i", "3", "-ptp", "2"], 6)
+        load_config(["-t", "2", "-i", "3", "-ptp", "2", "-b", "vllm"], 6)
 
 
 @pytest.mark.parametrize("kind", ["boxed", "think_answer_tags", "rewards:score", "a.b.c:score", "./my dir/r.py:score"])

@@ -26,8 +26,9 @@ def test_the_documented_keys() -> None:
     train/kl train/entropy train/grad_norm train/lr train/clip_ratio train/sample_utilization train/overlong_ratio
     rollout/response_length_mean rollout/temperature rollout/effective_groups rollout/logprob_gap rollout/ess
     staleness/mean staleness/max staleness/tokens_left_out throughput/completion_tokens_per_s
-    weights/version_applied_min weights/broadcast_s weights/stall_s ledger/leased ledger/buffered ledger/consumed
-    ledger/filtered ledger/dropped bubble/consumers bubble/producers memory/rss_mb"""
+    weights/version_applied_min weights/broadcast_s weights/stall_s weights/producers_blocked
+    ledger/leased ledger/buffered ledger/consumed ledger/filtered ledger/dropped bubble/consumers
+    bubble/producers memory/rss_mb"""
     assert list(METRIC_KEYS) == expected.split()
     assert all(METRIC_KEYS.values())
 

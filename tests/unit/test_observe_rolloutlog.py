@@ -53,6 +53,25 @@ def test_fields_of_a_line(tmp_path: Path, group: RolloutGroup) -> None:
     assert list(read_rollouts(path)) == [group, group]
 
 
+def test_tokens_on_request(tmp_path: Path) -> None:
+    payload = GroupPayload(
+        prompt_ids=np.array([7, 8, 9], np.int32),
+        response_ids=np.arange(5, dtype=np.int32),
+        logprobs=-np.arange(5, dtype=np.float32),
+        lengths=np.array([3, 2], np.int32),
+        rewards=np.zeros(2, np.float32),
+        format_acc=np.zeros(2, np.float32),
+        ans_acc=np.zeros(2, np.float32),
+        finish=np.zeros(2, np.uint8),
+        spans=np.array([[0, 0, 4], [1, 0, 5]], np.int32),
+    )
+    path = RolloutLog(tmp_path).write(1, [rollout_group(Uid(0, 1), "p", ["a", "b"], payload, with_tokens=True)])
+    (group,) = read_rollouts(path)
+    assert group.prompt_ids == [7, 8, 9]
+    assert [r.token_ids for r in group.responses] == [[0, 1, 2], [3, 4]]
+    assert [r.logprobs for r in group.responses] == [[0.0, -1.0, -2.0], [-3.0, -4.0]]
+
+
 def test_writing_a_step_again_replaces_it(tmp_path: Path, group: RolloutGroup) -> None:
     log = RolloutLog(tmp_path)
     log.write(1, [group, group])

@@ -8,7 +8,8 @@ import pytest
 
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.data.rows import Row
-from zbgrpo.engine.producer import Producer, PromptSource, _Work
+from zbgrpo.engine.producer import Producer
+from zbgrpo.engine.work import PromptSource, Work
 from zbgrpo.ledger.records import Lease
 from zbgrpo.observe.timeledger import TimeLedger
 from zbgrpo.rewards.messages import RewardSpec, ScoreOutcome, ScoreRequest
@@ -29,7 +30,7 @@ def test_each_unparsable_gold_is_counted_once(caplog: pytest.LogCaptureFixture) 
     assert bad.gold_unparsable and not good.gold_unparsable
     for line, outcomes in ((1, [good, bad]), (1, [bad, bad]), (2, [good, good]), (3, [bad, good])):
         row = Row([{"role": "user", "content": "?"}], "x", None, {}, line)
-        producer._note_unparsable_gold(_Work(Lease(0, 0, 0, 0), row, [1], 2), outcomes)
+        producer._note_unparsable_gold(Work(Lease(0, 0, 0, 0), row, [1], 2), outcomes)
     said = [record.getMessage() for record in caplog.records]
     assert [text[:6] for text in said] == ["row 1:", "row 3:"]
     assert said[-1].endswith("2 such rows so far")

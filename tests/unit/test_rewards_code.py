@@ -149,6 +149,50 @@ def test_every_program_must_pass(scorer: CodeScorer) -> None:
     assert score(scorer, "x = 1", {"assert": ["assert x == 1", "assert x > 0"]}) == RIGHT
 
 
+LOOP = {"assert": ["for i in range(9):\n    assert abs(solve(i) - 10 * i) < 1e-6"]}
+REPLIES = """
+import sys
+frame = sys._getframe()
+while "outgoing" not in frame.f_locals: frame = frame.f_back
+names = '["range", ["object", 0]], ["solve", ["object", 0]]'
+frame.f_locals["outgoing"].write('["returned", null]\\n["returned", ["dict", %s]]\\n["returned", ["list"]]\\n' % names)
+def solve(x): return 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "test_cases", "outcome"),
+    [
+        ("def solve(x): return 10.0 * x", LOOP, RIGHT),
+        ("def abs(x): return 0\ndef solve(x): return 1", LOOP, WRONG),
+        ("def range(n): return []\ndef solve(x): return 1", LOOP, WRONG),
+        (REPLIES, LOOP, WRONG),
+        ("def sum(a, b): return a + b", {"assert": ["assert sum(10, 15) == 25"]}, RIGHT),
+        ("def other(a, b): return a + b", {"assert": ["assert sum(10, 15) == 25"]}, WRONG),
+        ("base = 3\ndef solve(x): return x + base", {"assert": ["assert abs(solve(-9)) == base + 3"]}, RIGHT),
+    ],
+)
+def test_names_of_python_are_those_of_the_tests(
+    scorer: CodeScorer, source: str, test_cases: dict[str, Any], outcome: ScoreOutcome
+) -> None:
+    """Unless one of them is all that the solution had to write."""
+    assert score(scorer, source, test_cases) == outcome
+
+
+def test_modules_of_the_solution_are_those_of_the_tests(scorer: CodeScorer) -> None:
+    cases = {"assert": ["assert math.floor(solve(1.5)) == 1 and json is None"]}
+    assert score(scorer, "import math, json.tool as json\ndef solve(x): return x", cases) == RIGHT
+    assert score(scorer, "import random as math\njson = None\ndef solve(x): return x", cases) == WRONG
+
+
+def test_numbers_of_numpy_are_numbers(scorer: CodeScorer) -> None:
+    source = "import numpy as np\ndef solve(x): return [np.int64(x), np.float32(0.5), np.bool_(x == 3)]"
+    assert score(scorer, source, {"fn_name": "solve", "inputs": [[3]], "outputs": [[3, 0.5, True]]}) == RIGHT
+    assert score(scorer, source, {"fn_name": "solve", "inputs": [[3]], "outputs": [[3, 0.5, 1]]}) == WRONG
+    assert score(scorer, source, {"assert": ["assert solve(3) == [3, 0.5, True]"]}) == RIGHT
+    assert score(scorer, "import numpy\ndef solve(x): return numpy.longdouble(x)", {"assert": ["solve(3)"]}) == RIGHT
+
+
 def test_setup_belongs_to_the_tests(scorer: CodeScorer) -> None:
     """The solution sees it, and cannot replace it."""
     replaced = "def check(f):\n    pass\ndef root(x):\n    return 7"
@@ -256,6 +300,14 @@ HACKS = {
         "for n in ('sitecustomize', 'usercustomize', 'conftest', 'json', 'math', 'ast', 'random'):\n"
         "    try: open(n + '.py', 'w').write('import os; os._exit(0)')\n    except OSError: pass\n"
         "math = types.ModuleType('random')\ndef solve(x): return 1"
+    ),
+    "a module that runs files": (
+        'open("test_it.py", "w").write("""\n'
+        "import __main__, gc, os\n"
+        "task = [d for d in gc.get_objects() if type(d) is dict and type(d.get('token')) is str][0]\n"
+        "os.write(__main__.answer, __main__.json.dumps({'token': task['token'], 'passed': True}).encode())\n"
+        'os._exit(0)\n""")\n'
+        "solve = types.ModuleType('unittest.__main__')"
     ),
 }
 KINDS: dict[str, dict[str, Any]] = {
@@ -398,15 +450,32 @@ def test_faults_of_the_sandbox_are_tried_again_twice_and_are_never_a_score() -> 
 
 
 def test_a_sandbox_that_is_too_slow_is_a_fault_and_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code, "LOST_SECONDS", -2.0)
+    monkeypatch.setattr(code, "LOST_SECONDS", -3.0)
     outcome = score(CodeScorer(Scripted(printed(b"1")), RewardSpec("code", 1.0)), "x", TWO)
     assert outcome.infrastructure
     assert outcome.error is not None
 
 
+def test_what_starting_programs_takes_beside_their_own_time_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With hundreds of inputs it adds up to more than any fixed grace."""
+    clock = [0.0]
+    monkeypatch.setattr(code.time, "monotonic", lambda: clock[0])
+
+    class Slow(Scripted):
+        def run(self, source: str, stdin: bytes, limits: Limits) -> Execution:
+            clock[0] += 0.05
+            return printed(b"1", 0.03)
+
+    cases = {"inputs": ["1"] * 300, "outputs": ["1"] * 300}
+    assert score(CodeScorer(Slow(BROKEN), RewardSpec("code", 10.0)), "x", cases) == RIGHT
+
+
 def test_a_harness_that_cannot_work_is_a_fault_and_no_zero() -> None:
-    refused = printed(b'{"token": "", "refused": "no second process"}\n')
-    outcome = score(CodeScorer(Scripted(refused), RewardSpec("code")), "x", ASSERTS)
+    class Refusing(Scripted):
+        def run(self, source: str, stdin: bytes, limits: Limits) -> Execution:
+            return printed(json.dumps({"token": json.loads(stdin)["token"], "refused": "no second process"}).encode())
+
+    outcome = score(CodeScorer(Refusing(BROKEN), RewardSpec("code")), "x", ASSERTS)
     assert outcome.infrastructure
     assert "no second process" in (outcome.error or "")
 
@@ -415,7 +484,8 @@ def test_a_harness_that_cannot_work_is_a_fault_and_no_zero() -> None:
     "stdout",
     [b"", b"passed", b"[" * 100_000, b'{"passed": true}', b'{"token": "other", "passed": true}', b"\xff", b"null",
      b'{"token": "t", "passed": true}\n{"token": "t", "passed": true}', b'{"token": "t", "passed": 1}',
-     b'{"token": "t", "passed": true, "more": 1}', b'{"token": null, "passed": true}'],
+     b'{"token": "t", "passed": true, "more": 1}', b'{"token": "", "refused": "no more"}',
+     b'{"token": null, "passed": true}'],
 )  # fmt: skip
 def test_only_the_line_of_the_harness_is_a_verdict(stdout: bytes) -> None:
     assert read_verdict(stdout, "t") is None
@@ -623,6 +693,9 @@ def test_same_value(expected: Any, returned: Any, same: bool) -> None:
         ({"inputs": [1], "outputs": ["1"]}, r"inputs\[0\] is neither"),
         ({"inputs": ["1"], "outputs": [["1", 2]]}, r"outputs\[0\] is neither"),
         ({"inputs": ["\ud800"], "outputs": ["1"]}, "surrogate"),
+        ({"inputs": [["\ud800"]], "outputs": [1], "fn_name": "f"}, "surrogate"),
+        ({"inputs": [[1]], "outputs": [float("nan")], "fn_name": "f"}, "JSON cannot"),
+        ({"inputs": [[float("inf")]], "outputs": [1], "fn_name": "f"}, "JSON cannot"),
         ({"inputs": ["1"], "outputs": ["1"], "setup": "x"}, "setup belongs"),
         ({"inputs": ["1"], "outputs": ["1"], "fn_nmae": "f"}, "unknown key 'fn_nmae'"),
         ({"inputs": [[1]], "outputs": [1], "fn_name": "a b"}, "not the name of a function"),
@@ -634,6 +707,7 @@ def test_same_value(expected: Any, returned: Any, same: bool) -> None:
         ({"assert": "assert f()"}, "assert is not a list"),
         ({"assert": [3]}, r"assert\[0\] is not a text"),
         ({"assert": ["assert f() =="]}, r"assert\[0\] is not a Python program"),
+        ({"assert": ["-" * 20_000 + "1"]}, r"assert\[0\] is not a Python program: \S"),
         ({"assert": ["  "]}, "tests nothing"),
         ({"assert": ["assert f()", "'''doc'''\nimport math\ndef check(f):\n    assert f()"]}, r"assert\[1\] defines"),
         ({"assert": ["assert f()"], "setup": 3}, "setup is not a text"),

@@ -181,7 +181,10 @@ def test_printing_and_reading_stay_clear_of_the_channel(functions: Callable[[str
 
 def test_large_and_strange_requests(functions: Callable[[str], str]) -> None:
     number = 10**40 + 3
-    requests = [ScoreRequest("z" * 3_000_000, row={"number": number}), ScoreRequest("a\ud800b", row={"number": 7})]
+    requests = [
+        ScoreRequest("z" * 3_000_000, row={"number": number}),
+        ScoreRequest("a\ud800b", "\ud800", row={"number": 7, "x": ["\ud800"]}),
+    ]
     with RewardPool(RewardSpec(functions("big"), 30.0), num_workers=1) as pool:
         rewards = [outcome.reward for outcome in score_all(pool, *requests)]
     assert rewards == [3_000_000.0 + number % 7, 3.0]

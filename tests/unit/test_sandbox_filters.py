@@ -230,6 +230,7 @@ def test_filtered_process_reaches_nobody(tmp_path: Path) -> None:
         abstract.bind("\0" + tmp_path.name + str(os.getpid()))
         abstract.listen()
         given = {"parent": os.getpid(), "protected": [os.getpid()], "file": str(tmp_path / "file")}
+        given["mq_unlink"] = {"x86_64": 241, "aarch64": 181}[platform.machine()]
         (tmp_path / "file").write_text("kept")
         code = """
         import fcntl, resource, signal, socket
@@ -264,6 +265,9 @@ def test_filtered_process_reaches_nobody(tmp_path: Path) -> None:
             personality=refused(lambda: libc.personality(0x0040000)),
             orphan=refused(lambda: libc.prctl(1, 0, 0, 0, 0)),
             shared=refused(lambda: libc.shmget(0, 4096, 0o1600)),
+            attach_shared=refused(lambda: libc.shmat(0, None, 0o10000)),
+            queue=refused(lambda: libc.syscall(given["mq_unlink"], b"zbgrpo-no-such-queue")),
+            watch=refused(lambda: libc.inotify_init1(0)),
             hidden=refused(lambda: os.memfd_create("hidden")),
             type_in=refused(lambda: fcntl.ioctl(0, 0x5412, b"x")),
             device=refused(lambda: os.mknod(file + ".device", 0o020600, os.makedev(1, 5))),

@@ -445,6 +445,11 @@ def test_what_is_no_fault_of_the_program_is_infrastructure(
     assert (execution.end, "/nowhere" in execution.detail) == (End.INFRASTRUCTURE, True), execution
 
 
+def test_an_interpreter_that_has_no_time_to_start_is_infrastructure(sandbox: LocalSandbox) -> None:
+    execution = run(sandbox, "print(1)", limits=Limits(wall_seconds=0.0))
+    assert (execution.end, "more than 0 seconds" in execution.detail) == (End.INFRASTRUCTURE, True), execution
+
+
 def test_a_memory_limit_that_nothing_fits_into_is_infrastructure() -> None:
     tiny = Limits(memory_bytes=1)
     execution = LocalSandbox(0).run("print(1)", b"", tiny)

@@ -62,6 +62,7 @@ class World:
         self.canary = self.folder / "canary"
         self.shared = Path("/dev/shm", f"zbgrpo-world-{secrets.token_hex(6)}")
         self.key = secrets.randbelow(2**30) + 1
+        self.shm = ctypes.CDLL(None).shmget(0, 4096, 0o1666)
         self.restore_files()
         self.streams = [self._listener(socket.AF_INET), self._listener(socket.AF_UNIX), self._listener(None)]
         self.datagrams = [socket.socket(family, socket.SOCK_DGRAM) for family in (socket.AF_INET, socket.AF_UNIX)]
@@ -100,6 +101,7 @@ class World:
             "canary": str(self.canary),
             "shared": str(self.shared),
             "key": self.key,
+            "shm": self.shm,
             "tcp_port": self.streams[0].getsockname()[1],
             "udp_port": self.datagrams[0].getsockname()[1],
             "unix": str(self.base / "socket"),
@@ -129,6 +131,8 @@ class World:
             found.append("limits of the other process")
         found += [path for folder in PUBLIC_FOLDERS for path in glob.glob(f"{folder}/{mark}*")]
         found += [kind for kind in ("shm", "sem", "msg") if self._has_object(kind)]
+        if not self._has_shared_memory():
+            found.append("shared memory")
         return found
 
     def restore(self, mark: str) -> None:
@@ -144,6 +148,8 @@ class World:
             identity = find(self.key, 0, 0)
             if identity >= 0:
                 control(identity, 0, 0, 0)  # IPC_RMID is 0, wherever each of them expects it
+        if not self._has_shared_memory():
+            self.shm = libc.shmget(0, 4096, 0o1666)
         while self.changes(mark):
             pass
 
@@ -180,6 +186,10 @@ class World:
         lines = Path("/proc/sysvipc", kind).read_text().splitlines()[1:]
         return any(int(line.split()[0]) == self.key for line in lines)
 
+    def _has_shared_memory(self) -> bool:
+        lines = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
+        return self.shm in [int(line.split()[1]) for line in lines]
+
     def _end_bait(self) -> None:
         self.bait.kill()
         self.bait.communicate(timeout=PATIENCE_SECONDS)
@@ -188,6 +198,7 @@ class World:
         for each in (*self.streams, *self.datagrams):
             each.close()
         self._end_bait()
+        ctypes.CDLL(None).shmctl(self.shm, 0, 0)
         self.shared.unlink(missing_ok=True)
         shutil.rmtree(self.base)
 

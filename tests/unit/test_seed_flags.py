@@ -18,8 +18,9 @@ from zbgrpo.config.schema import RunConfig
 from zbgrpo.data.rows import Row
 from zbgrpo.engine import build_consumer, build_producer, startup
 from zbgrpo.engine.inputs import make_renderer
-from zbgrpo.engine.producer import Producer, PromptSource
+from zbgrpo.engine.producer import Producer
 from zbgrpo.engine.recorder import Recorder
+from zbgrpo.engine.work import PromptSource
 from zbgrpo.errors import ConfigError
 from zbgrpo.inference.base import GenerationRequest
 from zbgrpo.ledger.evaluation import EvaluationLease, EvaluationResult

@@ -69,10 +69,12 @@ def test_arguments_of_the_engine() -> None:
     # 3 slots of 4 blocks and one to spare each, and one; 32 tokens of keys and values in float32
     assert arguments["kv_cache_memory_bytes"] == (3 * 5 + 1) * 32 * 2 * 2 * 2 * 16 * 4
     assert arguments["logprobs_mode"] == "processed_logprobs" and arguments["enforce_eager"]
+    assert not arguments["enable_chunked_prefill"] and arguments["max_num_batched_tokens"] >= 100
     on_gpu = VllmSettings("folder", "folder", on_cpu=False)
     arguments = engine_arguments(on_gpu, EngineSize(3, 100, True), config)
     assert "kv_cache_memory_bytes" not in arguments and "block_size" not in arguments
     assert arguments["logprobs_mode"] == "raw_logprobs" and not arguments["enforce_eager"]
+    assert arguments["enable_chunked_prefill"]
 
 
 @pytest.mark.parametrize(("workers", "cores", "binding"), [

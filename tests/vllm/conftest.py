@@ -1,4 +1,4 @@
-"""Tests of the real vLLM; none of them is collected where it is not installed. Engines are shared, see `engines.POOL`."""
+"""Tests of the real vLLM, none of which is collected where it is not installed. They share engines, see `POOL`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def main(running_cache: str) -> None:
     settings = vllm_settings(model, running_cache=running_cache)
     backend = VllmBackend(model, Endless(tiny_tokenizer()), config, (), MAX_PROMPT_TOKENS, settings)
     backend.weights_changed(0)
-    print(*backend.engine_processes, flush=True)
+    print(backend._engine._owner.folder, *backend.engine_processes, flush=True)
     key = 0
     while True:
         if backend.num_unstarted < 4:

@@ -194,6 +194,7 @@ _FREE_ON_RESUME = frozenset(
         "cluster",
         "inference.inference_batch_size",
         "inference.inference_microbatch_size",
+        "vllm",
         "reward.num_workers",
         "trainer.train_microbatch_size",
         "trainer.gradient_checkpointing",

@@ -79,6 +79,30 @@ class InferenceConfig(Section, frozen=True, kw_only=True):
     """Strings that end a response and stay in its text; by reward type when left out."""
 
 
+class VllmConfig(Section, frozen=True, kw_only=True):
+    """With inference.backend vllm only."""
+
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.7
+    """Part of a GPU's memory that vLLM may take; not used on a CPU."""
+    kv_cache_bytes: Optional[Positive] = None
+    """Memory of each worker for keys and values; when left out, what gpu_memory_utilization leaves, and on a CPU what
+    all slots can use at once, at most 4 GiB."""
+    enable_chunked_prefill: bool = True
+    """Prompts may be computed in parts; never on a CPU."""
+    enforce_eager: Optional[bool] = None
+    """Without compilation and graphs; when left out, on a CPU only."""
+    running_cache: Literal["keep", "recompute"] = "keep"
+    """Keys and values of responses being decoded when weights change: keep them, or compute them again."""
+    compare_digests: bool = False
+    """Workers check the weights that they have read after every update; with several workers they always do."""
+    start_timeout_seconds: PositiveFloat = 900.0
+    """Longest time that an engine may take to start."""
+    update_timeout_seconds: PositiveFloat = 300.0
+    """Longest time that one update of the weights may take."""
+    max_restarts: NonNegative = 3
+    """How often in a row, without a response in between, an engine that died is made again."""
+
+
 class RewardConfig(Section, frozen=True, kw_only=True):
     type: str = "think_answer_tags"
     """think_answer_tags, boxed, code or module:function (-rt)."""
@@ -220,6 +244,8 @@ class ObserveConfig(Section, frozen=True, kw_only=True):
     """-rsd; the project's name is added."""
     rollout_interval: Positive = 20
     """Optimizer steps between two samples of rollouts."""
+    rollout_tokens: bool = False
+    """Sampled rollouts hold token ids and recorded log-probs too."""
     enable_profiling: bool = False
     """Write a profile of every rank with torch's profiler (--enable_profiling)."""
     profiling_steps: Positive = 3
@@ -242,6 +268,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     data: DataConfig = field(default_factory=DataConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     inference: InferenceConfig = field(default_factory=InferenceConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     ledger: LedgerConfig = field(default_factory=LedgerConfig)

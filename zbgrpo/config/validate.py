@@ -34,12 +34,10 @@ class NotAvailable(NamedTuple):
 
 
 NOT_AVAILABLE: tuple[NotAvailable, ...] = (
-    NotAvailable("inference.backend", lambda value: value == "vllm", "use transformers"),
     NotAvailable("trainer.backend", lambda value: value == "colossalai", "use torch"),
     NotAvailable("trainer.zero_stage", lambda value: value > 0, "use 0"),
     NotAvailable("trainer.tensor_parallel_size", lambda value: value > 1, "use 1"),
     NotAvailable("trainer.pipeline_parallel_size", lambda value: value > 1, "use 1"),
-    NotAvailable("cluster.producer_tensor_parallel_size", lambda value: value > 1, "use 1"),
     NotAvailable("cluster.consumer_python", lambda value: value is not None, "leave it out"),
     NotAvailable("weights.transport", lambda value: value == "ipc", "use auto"),
 )
@@ -61,6 +59,7 @@ def validate(config: RunConfig, world_size: int | None) -> list[str]:
         _check_buffer,
         _check_ring,
         _check_sampling,
+        _check_engine,
         _check_filter,
         _check_loss,
         _check_timeouts,
@@ -186,6 +185,27 @@ def _check_sampling(config: RunConfig) -> None:
     if config.inference.stop is not None and "" in config.inference.stop:
         raise ConfigError(
             f"{label('inference.stop')}: an empty stop string would end every response at once; remove it"
+        )
+
+
+def _check_engine(config: RunConfig) -> None:
+    inference, ptp = config.inference, config.cluster.producer_tensor_parallel_size
+    if inference.backend != "vllm":
+        if ptp > 1:
+            raise ConfigError(
+                f"{label('cluster.producer_tensor_parallel_size')}: {ptp} ranks per producer need "
+                f"{label('inference.backend')} vllm; the transformers engine works on one"
+            )
+        return
+    # vLLM's processed log-probs are of the truncated distribution, its raw ones of temperature 1.
+    truncated = [key for key, off in (("top_k", None), ("top_p", 1.0)) if getattr(inference, key) != off]
+    heats = {inference.temperature, inference.temperature_end or inference.temperature}
+    if truncated and heats != {1.0}:
+        names = " and ".join(label(f"inference.{key}") for key in truncated)
+        raise ConfigError(
+            f"{names}: at another temperature than 1 vLLM has no log-probs of the full distribution; use "
+            f"{label('inference.temperature')} 1, leave the truncation out, or use {label('inference.backend')} "
+            "transformers"
         )
 
 

@@ -21,9 +21,11 @@ from zbgrpo.engine.common import (
     make_profiler,
     say_hello,
 )
+from zbgrpo.engine.follower import run_follower, tell_end
 from zbgrpo.engine.inputs import load_data, load_evaluation, make_renderer
-from zbgrpo.engine.producer import Producer, PromptSource
+from zbgrpo.engine.producer import Producer
 from zbgrpo.engine.rank import Rank
+from zbgrpo.engine.work import PromptSource
 from zbgrpo.groups.process_groups import connect, disconnect, make_groups
 from zbgrpo.inference.base import InferenceBackend
 from zbgrpo.observe.events import EventLog
@@ -43,9 +45,11 @@ logger = logging.getLogger(__name__)
 
 def run_producer(rank: Rank) -> str:
     """Start, generate, end. Returns why the run ended."""
+    if rank.info.tp_index > 0:
+        return run_follower(rank)
     ledger = TimeLedger(started=rank.started)
     with ledger.phase(STARTUP):
-        producer = _start(rank, ledger)
+        producer, store = _start(rank, ledger)
     reason = producer.run()
     producer.profiler.close()
     producer.pool.close()  # its workers also end by themselves when this process does, however it does
@@ -53,11 +57,12 @@ def run_producer(rank: Rank) -> str:
     producer.backend.close()
     producer.channel.close(DRAIN_SECONDS)
     producer.events.close()
+    tell_end(store, rank, reason)
     disconnect()
     return reason
 
 
-def _start(rank: Rank, ledger: TimeLedger) -> Producer:
+def _start(rank: Rank, ledger: TimeLedger) -> tuple[Producer, Any]:
     """Everything up to the point where all ranks are ready."""
     config, env = rank.config, rank.env
     store = connect(env, config)
@@ -90,7 +95,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> Producer:
     say_hello(channel, rank, nodes[env.rank])
     dist.barrier()
     rank.stop.install()
-    return Producer(
+    producer = Producer(
         config,
         backend=backend,
         pool=pool,
@@ -102,6 +107,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> Producer:
         events=events,
         stop_requested=rank.stop.requested,
     )
+    return producer, store
 
 
 def _tell_isolation(pool: RewardPool, config: RunConfig, events: EventLog) -> None:
@@ -123,12 +129,34 @@ def _expect(subscriber: WeightSubscriber, received: Received) -> None:
 
 
 def _build_backend(rank: Rank, model: Any, tokenizer: Any) -> InferenceBackend:
-    from zbgrpo.inference.transformers_backend import TransformersBackend
-
     config = rank.config
     stop = config.inference.stop
     if stop is None:
         stop = default_stop_strings(config.reward.type)
+    if config.inference.backend == "vllm":
+        from zbgrpo.inference.vllm_backend import VllmBackend
+        from zbgrpo.inference.vllm_settings import VllmSettings
+
+        vllm = config.vllm
+        settings = VllmSettings(
+            config.model.path,
+            config.model.tokenizer_path or config.model.path,
+            dtype="bfloat16" if config.trainer.precision == "bf16" else "float32",
+            on_cpu=device_of(rank).type == "cpu",
+            tensor_parallel_size=rank.topology.producer_tp_size,
+            gpu_memory_utilization=vllm.gpu_memory_utilization,
+            kv_cache_bytes=vllm.kv_cache_bytes,
+            enable_chunked_prefill=vllm.enable_chunked_prefill,
+            enforce_eager=vllm.enforce_eager,
+            running_cache=vllm.running_cache,
+            compare_digests=vllm.compare_digests,
+            start_timeout_seconds=vllm.start_timeout_seconds,
+            update_timeout_seconds=vllm.update_timeout_seconds,
+            max_restarts=vllm.max_restarts,
+        )
+        return VllmBackend(model, tokenizer, config.inference, stop, config.data.max_prompt_tokens, settings)
+    from zbgrpo.inference.transformers_backend import TransformersBackend
+
     return TransformersBackend(model, tokenizer, config.inference, stop, config.data.max_prompt_tokens)
 
 

@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from zbgrpo.algorithms.filters import is_effective
 from zbgrpo.algorithms.temperature import TemperatureSchedule
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.data.rows import Row
+from zbgrpo.engine.work import PromptSource, Work, make_payload
 from zbgrpo.inference.base import GenerationRequest, InferenceBackend, Response
 from zbgrpo.inference.sampling import stream
 from zbgrpo.ledger.evaluation import EvaluationLease, EvaluationResult
@@ -28,8 +28,7 @@ from zbgrpo.observe import timeledger as phases
 from zbgrpo.observe.events import EventLog
 from zbgrpo.observe.profiling import Profiler
 from zbgrpo.observe.timeledger import TimeLedger
-from zbgrpo.rewards.messages import ANSWER_TYPES, CODE_TYPE, ScoreOutcome, ScoreRequest
-from zbgrpo.rewards.overlong import final_reward
+from zbgrpo.rewards.messages import ScoreOutcome, ScoreRequest
 from zbgrpo.rewards.pool import RewardPool
 from zbgrpo.transport import messages as m
 from zbgrpo.transport.channel import Channel
@@ -41,28 +40,6 @@ logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.02
 _REPORT_SECONDS = 0.5
-
-
-@dataclass
-class _Work:
-    """A lease with what is known of it so far."""
-
-    lease: Lease | EvaluationLease
-    row: Row
-    prompt_ids: list[int]
-    num_responses: int
-    responses: dict[int, Response] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class PromptSource:
-    """Rows and how they become token ids; `usable` maps a lease's row to the data set's."""
-
-    rows: list[Row]
-    usable: list[int]
-    render: Callable[[Any], list[int]]
-    decode: Callable[[list[int]], str]
-    evaluation: dict[str, list[Row]]
 
 
 class Producer:
@@ -88,7 +65,7 @@ class Producer:
         self.time, self.events, self.stop_requested = ledger, events, stop_requested
         self.profiler = profiler
         self.temperatures = TemperatureSchedule(config.inference, len(prompts.usable), config.seed)
-        self.work: dict[int, _Work] = {}  # by key
+        self.work: dict[int, Work] = {}  # by key
         self.hold: int | None = None  # the version to stay with while it is evaluated
         self.finished: str | None = None
         self._next_key = 0
@@ -107,6 +84,7 @@ class Producer:
                 self._apply_new_weights()
                 self._ask_for_leases()
                 responses = self._decode()
+                self._hand_back_lost()
                 self._submit_for_scoring(responses)
                 self._send_scored()
                 self._report()
@@ -173,7 +151,7 @@ class Producer:
     def _submit(self, lease: Any, row: Row, streams: list[int], temperature: float) -> None:
         key, self._next_key = self._next_key, self._next_key + 1
         prompt_ids = self.prompts.render(row.messages)
-        self.work[key] = _Work(lease, row, prompt_ids, len(streams))
+        self.work[key] = Work(lease, row, prompt_ids, len(streams))
         self.backend.submit(GenerationRequest(key, prompt_ids, streams, temperature))
 
     # ------------------------------------------------------------------------------------------ weights, leases
@@ -183,9 +161,12 @@ class Producer:
             return
         with self.time.phase(phases.BLOCKED_ON_WEIGHTS if self.subscriber.applied_version >= 0 else phases.STARTUP):
             applied = self.subscriber.apply()
+            if applied is not None:
+                digests = self.backend.weights_changed(applied.version)
+                if digests:
+                    self.events.append("worker_digests", version=applied.version, digests=digests)
         if applied is not None:
             self.hold = applied.version if applied.keep else None
-            self.backend.weights_changed(applied.version)
             logger.info("version %d applied", applied.version)
             self.events.append("applied", version=applied.version, digest=applied.digest)
             self.events.flush()  # first, as with groups
@@ -212,14 +193,26 @@ class Producer:
         with self.time.phase_weighted(phases.BUSY, occupied / num_slots, rest):
             return self.backend.step()
 
+    def _hand_back_lost(self) -> None:
+        """What an engine that died had in work: training leases go back, evaluation is simply asked for again."""
+        for key in self.backend.take_lost():
+            work = self.work.pop(key)
+            if isinstance(work.lease, EvaluationLease):
+                self._start_evaluation_lease(work.lease)
+            else:
+                self._return(work.lease, f"row {work.row.line}: the generation engine died")
+        self._send_verdicts()
+
     def _submit_for_scoring(self, responses: list[Response]) -> None:
         for response in responses:
-            work = self.work[response.key]
+            work = self.work.get(response.key)
+            if work is None:  # finished in time, but the rest of its group was lost
+                continue
             work.responses[response.response_index] = response
             if len(work.responses) == work.num_responses:
                 self.pool.submit(response.key, [self._score_request(work, n) for n in range(work.num_responses)])
 
-    def _score_request(self, work: _Work, number: int) -> ScoreRequest:
+    def _score_request(self, work: Work, number: int) -> ScoreRequest:
         decode, row = self.prompts.decode, work.row
         text = decode(work.responses[number].token_ids.tolist())
         return ScoreRequest(text, row.gt_answer, row.test_cases, decode(work.prompt_ids[-64:]), row.extra)
@@ -248,12 +241,16 @@ class Producer:
         if headers:
             frames: list[Buffer] = join_groups(tensors)
             self.channel.send(m.Groups(headers), frames=frames)
+        self._send_verdicts()
+
+    def _send_verdicts(self) -> None:
         if self._verdicts:
+            self.events.flush()
             self.channel.send(*self._verdicts)
             self._verdicts.clear()
 
     def _judge(
-        self, work: _Work, lease: Lease, outcomes: list[ScoreOutcome]
+        self, work: Work, lease: Lease, outcomes: list[ScoreOutcome]
     ) -> tuple[m.GroupHeader, list[memoryview]] | None:
         """Make a group of responses and verdicts, or report why there is none."""
         failed = next((o for o in outcomes if o.error is not None), None)
@@ -261,13 +258,12 @@ class Producer:
             detail = f"row {work.row.line}: {failed.error}"
             logger.warning("group %s has no reward: %s", lease.uid, detail)
             if failed.infrastructure:
-                self._verdicts.append(m.Returned(lease.lease_id, detail))
-                self._log("returned", lease, detail=detail)
+                self._return(lease, detail)
             else:
                 self._drop(lease, DropReason.REWARD_ERROR, detail)
             return None
         self._note_unparsable_gold(work, outcomes)
-        payload = self._payload(work, outcomes)
+        payload = make_payload(self.config, work, outcomes)
         numbers = (payload.rewards, payload.format_acc, payload.ans_acc, payload.logprobs)
         if not all(np.isfinite(values).all() for values in numbers):
             detail = f"row {work.row.line}: a reward or log-prob is not finite"
@@ -284,7 +280,7 @@ class Producer:
         self._log("sent", lease, crc=crc, oldest=header.oldest_version, newest=header.newest_version)
         return header, views
 
-    def _note_unparsable_gold(self, work: _Work, outcomes: list[ScoreOutcome]) -> None:
+    def _note_unparsable_gold(self, work: Work, outcomes: list[ScoreOutcome]) -> None:
         if any(o.gold_unparsable for o in outcomes) and work.row.line not in self._unparsable_rows:
             self._unparsable_rows.add(work.row.line)
             logger.warning(
@@ -292,35 +288,6 @@ class Producer:
                 work.row.line,
                 len(self._unparsable_rows),
             )
-
-    def _payload(self, work: _Work, outcomes: list[ScoreOutcome]) -> GroupPayload:
-        config, responses = self.config, [work.responses[n] for n in range(work.num_responses)]
-        algorithm, limit = config.algorithm, config.inference.max_new_tokens
-        # A verifier's verdict on half an answer is worth nothing; a user's own function judges what there is.
-        verified = config.reward.type in (*ANSWER_TYPES, CODE_TYPE)
-        rewards = [
-            final_reward(
-                outcome.reward,
-                verified and response.finish is FinishReason.LENGTH,
-                len(response.token_ids),
-                limit,
-                algorithm.overlong_cache_tokens,
-                bool(algorithm.overlong_penalty),
-            )
-            for outcome, response in zip(outcomes, responses, strict=True)
-        ]
-        spans = [(n, start, version) for n, r in enumerate(responses) for start, version in r.spans]
-        return GroupPayload(
-            np.array(work.prompt_ids, np.int32),
-            np.concatenate([r.token_ids for r in responses]).astype(np.int32),
-            np.concatenate([r.logprobs for r in responses]).astype(np.float32),
-            np.array([len(r.token_ids) for r in responses], np.int32),
-            np.array(rewards, np.float32),
-            np.array([o.format_acc for o in outcomes], np.float32),
-            np.array([o.ans_acc for o in outcomes], np.float32),
-            np.array([int(r.finish) for r in responses], np.uint8),
-            np.array(spans, np.int32),
-        )
 
     def _filter(self, lease: Lease, payload: GroupPayload) -> None:
         self._verdicts.append(
@@ -336,11 +303,15 @@ class Producer:
         )
         self._log("filtered", lease, accuracy=float(payload.ans_acc.mean()))
 
+    def _return(self, lease: Lease, detail: str) -> None:
+        self._verdicts.append(m.Returned(lease.lease_id, detail))
+        self._log("returned", lease, detail=detail)
+
     def _drop(self, lease: Lease, reason: DropReason, detail: str) -> None:
         self._verdicts.append(m.Dropped(lease.lease_id, reason.value, detail))
         self._log("dropped", lease, reason=reason.value, detail=detail)
 
-    def _send_evaluation(self, work: _Work, outcomes: list[ScoreOutcome]) -> None:
+    def _send_evaluation(self, work: Work, outcomes: list[ScoreOutcome]) -> None:
         lease = work.lease
         assert isinstance(lease, EvaluationLease)
         responses = [work.responses[n] for n in range(work.num_responses)]

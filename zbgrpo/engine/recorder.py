@@ -17,6 +17,7 @@ from zbgrpo.observe.metrics import MetricsWriter
 from zbgrpo.observe.progress import Progress
 from zbgrpo.observe.rolloutlog import RolloutLog, rollout_group
 from zbgrpo.observe.summary import RankTime, RunSummary, build_summary, role_bubble
+from zbgrpo.observe.timeledger import BLOCKED_ON_WEIGHTS
 from zbgrpo.trainer.base import StepResult
 from zbgrpo.transport import messages as m
 from zbgrpo.transport.plan_stream import TrainGroup
@@ -88,7 +89,11 @@ class Recorder:
         def mean(key: str) -> float | None:
             return (sums[key] + filtered.get(key, 0.0)) / responses if responses else None
 
+        producers = self._times_since("producer:", report.times)
+        seconds = sum(sum(phases.values()) for phases in producers)
+        blocked = sum(phases.get(BLOCKED_ON_WEIGHTS, 0.0) for phases in producers)
         values |= {
+            "weights/producers_blocked": blocked / seconds if seconds else None,
             "reward/mean": mean("reward"),
             "reward/format_acc": mean("format_acc"),
             "reward/ans_acc": mean("ans_acc"),
@@ -102,8 +107,8 @@ class Recorder:
             "ledger/consumed": report.counts["consumed"],
             "ledger/filtered": report.counts["filtered"],
             "ledger/dropped": report.counts["dropped"],
-            "bubble/consumers": self._bubble("consumer:", report.times),
-            "bubble/producers": self._bubble("producer:", report.times),
+            "bubble/consumers": role_bubble(self._times_since("consumer:", report.times)),
+            "bubble/producers": role_bubble(producers),
         }
         record = self._writer.write(report.version, values)
         self._progress.update(report.version, record)
@@ -114,14 +119,15 @@ class Recorder:
                 "model, or its answers do not have the form that the reward expects (zbgrpo rollouts shows them)"
             )
 
-    def _bubble(self, prefix: str, times: dict[str, m.TimeReport]) -> float | None:
+    def _times_since(self, prefix: str, times: dict[str, m.TimeReport]) -> list[dict[str, float]]:
+        """Seconds by phase since the last call, of each rank of a role that has reported since."""
         deltas = []
         for name, report in times.items():
             if name.startswith(prefix):
                 before = self._last_times.get(name, {})
                 deltas.append({k: v - before.get(k, 0.0) for k, v in report.seconds.items()})
                 self._last_times[name] = dict(report.seconds)
-        return role_bubble(deltas)
+        return deltas
 
     def rollouts(self, version: int, groups: list[TrainGroup], decode: Callable[[list[int]], str]) -> None:
         """Write a few of the groups of the step that trained `version`."""
@@ -136,7 +142,8 @@ class Recorder:
             ]
             advantages = group_advantages(torch.from_numpy(payload.rewards.copy())).tolist()
             uid = Uid(header.episode, header.row)
-            lines.append(rollout_group(uid, decode(payload.prompt_ids.tolist()), texts, payload, advantages))
+            prompt, with_tokens = decode(payload.prompt_ids.tolist()), self._config.observe.rollout_tokens
+            lines.append(rollout_group(uid, prompt, texts, payload, advantages, with_tokens))
         self._rollouts.write(version, lines)
 
     def evaluation(self, version: int, rows: list[EvaluationResult]) -> None:

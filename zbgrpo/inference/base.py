@@ -48,11 +48,18 @@ class InferenceBackend(Protocol):
     def step(self) -> list[Response]:
         """Do a bounded amount of work and return the responses that it finished."""
 
+    def take_lost(self) -> list[int]:
+        """Keys of requests that were given up since the last call, through no fault of theirs: the engine died while
+        it had some of their responses in work. Nothing more comes of them; ask again for what is still wanted."""
+
     def live_weights(self) -> Mapping[str, Tensor]:
         """The tensors that generation uses, by their Hugging Face names, tied ones once."""
 
-    def weights_changed(self, version: int) -> None:
-        """The live weights are now those of `version`: responses that have not started prefill again."""
+    def weights_changed(self, version: int) -> list[str]:
+        """The live weights are now those of `version`: responses that have not started prefill again.
+
+        Returns the digest (`weights.manifest.digest`) of what each further process of the engine has read, where there
+        are such and they have taken it."""
 
     @property
     def num_slots(self) -> int:

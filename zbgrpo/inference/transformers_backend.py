@@ -89,13 +89,17 @@ class TransformersBackend:
             raise ValueError(f"request {request.key} asks for no response: its streams are empty")
         self._waiting.append(_Group(request))
 
+    def take_lost(self) -> list[int]:
+        return []  # it lives and dies with this process
+
     def live_weights(self) -> Mapping[str, Tensor]:
         return dict(named_weights(self._model))
 
-    def weights_changed(self, version: int) -> None:
+    def weights_changed(self, version: int) -> list[str]:
         self._version, self._version_is_new = version, True
         for group in self._waiting:
             group.prefix = group.logits = None
+        return []
 
     def close(self) -> None:
         self._waiting.clear()

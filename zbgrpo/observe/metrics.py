@@ -44,6 +44,7 @@ METRIC_KEYS: dict[str, str] = {
     "weights/version_applied_min": "lowest policy version that any producer generates with",
     "weights/broadcast_s": "seconds that the last broadcast of a version took",
     "weights/stall_s": "seconds that training stood still to copy weights in this step",
+    "weights/producers_blocked": "share of the producers' time since the last step spent on new weights",
     "ledger/leased": "groups out with producers now",
     "ledger/buffered": "groups waiting in the hub now",
     "ledger/consumed": "groups trained so far",

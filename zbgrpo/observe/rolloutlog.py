@@ -13,7 +13,7 @@ from zbgrpo.observe.jsonl import encode_line, replace_file
 from zbgrpo.types import FinishReason, GroupPayload, Uid
 
 
-class RolloutResponse(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One response as it was sampled, scored and trained."""
 
     text: str
@@ -27,20 +27,31 @@ class RolloutResponse(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[tuple[int, int]]
     """(start token, policy version), ordered by start: who sampled which tokens."""
     num_tokens: int
+    token_ids: list[int] | None = None
+    logprobs: list[float] | None = None
+    """Those that were recorded when the tokens were sampled. Both with observe.rollout_tokens only."""
 
 
-class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One prompt and its responses; one line of a rollout file."""
 
     uid: Uid
     prompt: str
     responses: list[RolloutResponse]
+    prompt_ids: list[int] | None = None
 
 
 def rollout_group(
-    uid: Uid, prompt: str, texts: Sequence[str], payload: GroupPayload, advantages: Sequence[float] | None = None
+    uid: Uid,
+    prompt: str,
+    texts: Sequence[str],
+    payload: GroupPayload,
+    advantages: Sequence[float] | None = None,
+    with_tokens: bool = False,
 ) -> RolloutGroup:
     """The readable form of a group: `texts` are its R decoded responses, `advantages` R numbers where known."""
+    ends = payload.lengths.cumsum().tolist()
+    parts = [slice(end - length, end) for end, length in zip(ends, payload.lengths.tolist(), strict=True)]
     versions: list[list[tuple[int, int]]] = [[] for _ in texts]
     for response, start, version in payload.spans.tolist():
         versions[response].append((start, version))
@@ -54,10 +65,13 @@ def rollout_group(
             finish=FinishReason(int(payload.finish[i])).name.lower(),
             versions=versions[i],
             num_tokens=int(payload.lengths[i]),
+            token_ids=payload.response_ids[parts[i]].tolist() if with_tokens else None,
+            logprobs=payload.logprobs[parts[i]].tolist() if with_tokens else None,
         )
         for i, text in enumerate(texts)
     ]
-    return RolloutGroup(uid=uid, prompt=prompt, responses=responses)
+    ids = payload.prompt_ids.tolist() if with_tokens else None
+    return RolloutGroup(uid=uid, prompt=prompt, responses=responses, prompt_ids=ids)
 
 
 class RolloutLog:

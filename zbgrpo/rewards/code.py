@@ -26,7 +26,8 @@ LEAST_SECONDS = 1.0
 """Every program may run for so long, so that its interpreter can start; the response is out of time all the same."""
 
 LOST_SECONDS = 2.0
-"""How much longer than its programs may run a response may take, before its sandbox counts as failed."""
+"""How much longer than twice the time of its programs a response may take, before its sandbox counts as failed. Twice,
+because what comes before and after a program is not counted as its time, and with hundreds of short ones adds up."""
 
 _RETRY_PAUSE_SECONDS = 0.1
 
@@ -77,7 +78,7 @@ class _Programs:
         self._sandbox = sandbox
         self._limits = Limits(memory_bytes=spec.code_memory_bytes)
         self._seconds_left = spec.time_limit_seconds
-        self._last_start = time.monotonic() + spec.time_limit_seconds + LOST_SECONDS
+        self._last_start = time.monotonic() + 2 * spec.time_limit_seconds + LOST_SECONDS
 
     def run(self, source: str, stdin: bytes, num_output_bytes: int = 0) -> Execution:
         """What the program did; it can print `num_output_bytes` at least.

@@ -34,7 +34,7 @@ MAX_ATTEMPTS = 2
 """How many workers a response may cost before its outcome is an error."""
 
 CODE_GRACE_SECONDS = 5.0
-"""How much longer than its time limit a response may take for code, whose scorer keeps the limit itself."""
+"""How much longer than twice its time limit a response may take for code, whose scorer keeps the limit itself."""
 
 BREAKER_WINDOW = 200
 BREAKER_LIMIT = 10
@@ -112,7 +112,9 @@ class Manager(threading.Thread):
         self._num_failed_starts = 0
         self._next_start = time.monotonic()
         self._lost: collections.deque[bool] = collections.deque(maxlen=BREAKER_WINDOW)
-        self._limit_seconds = spec.time_limit_seconds + (CODE_GRACE_SECONDS if spec.type == CODE_TYPE else 0.0)
+        self._limit_seconds = spec.time_limit_seconds
+        if spec.type == CODE_TYPE:
+            self._limit_seconds = 2 * spec.time_limit_seconds + CODE_GRACE_SECONDS
 
     def run(self) -> None:
         try:

@@ -13,6 +13,7 @@ another.
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import socket
 import time
@@ -132,5 +133,5 @@ def _encode(request: ScoreRequest) -> bytes:
     try:
         return msgspec.json.encode(request)
     except UnicodeEncodeError:  # half of a surrogate pair cannot travel, and is no part of any answer
-        response = request.response.encode("utf-8", "replace").decode("utf-8")
-        return msgspec.json.encode(msgspec.structs.replace(request, response=response))
+        text = json.dumps(msgspec.to_builtins(request), ensure_ascii=False)
+        return msgspec.json.encode(json.loads(text.encode("utf-8", "replace")))

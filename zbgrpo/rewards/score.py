@@ -99,7 +99,7 @@ def _code_scorer(spec: RewardSpec) -> CodeScorer:
         raise ConfigError(
             f"code rewards need isolation level {spec.min_isolation} (reward.min_isolation), and this machine has "
             f"{isolation.describe()}. Level 1 needs Linux 5.13 or newer with Landlock and seccomp, level 2 also user "
-            "namespaces, best with bubblewrap (`bwrap`) installed. Or run programs elsewhere, with "
+            "namespaces and bubblewrap (`bwrap`). Or run programs elsewhere, with "
             "--code-sandbox-url URL; or accept less, with reward.min_isolation; or, where nothing on the machine is "
             "worth protecting, set reward.allow_unsafe_code=true"
         )

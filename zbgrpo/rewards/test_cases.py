@@ -67,6 +67,7 @@ def parse_test_cases(test_cases: dict[str, Any]) -> TestCases:
     unknown = [key for key in given if key not in _KEYS]
     if unknown:
         raise DataError(f"test_cases has the unknown key {unknown[0]!r}; known are {', '.join(_KEYS)}")
+    _check_json(given)
     if "assert" in given:
         return _assert_cases(given)
     inputs, outputs = _list(given, "inputs"), _list(given, "outputs")
@@ -127,11 +128,17 @@ def _text(value: Any, name: str) -> str:
         value = "".join(line.removesuffix("\n") + "\n" for line in value)
     if not isinstance(value, str):
         raise DataError(f"test_cases.{name} is neither a text nor a list of lines")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"test_cases.{name} holds half of a surrogate pair, which is no text") from error
     return value
+
+
+def _check_json(given: dict[str, Any]) -> None:
+    """Python's `json` reads what JSON is not; on the way to who scores, `NaN` would become null."""
+    try:
+        json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise DataError("test_cases holds half of a surrogate pair, which is no text") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"test_cases holds something that JSON cannot: {error}") from error
 
 
 def _json(text: str, name: str) -> Any:
@@ -166,5 +173,5 @@ def _is_constant(node: ast.stmt) -> bool:
 def _syntax_tree(program: str, name: str) -> ast.Module:
     try:
         return ast.parse(program)
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise DataError(f"test_cases.{name} is not a Python program: {error}") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last: what nests too deeply
+        raise DataError(f"test_cases.{name} is not a Python program: {str(error) or 'too complex'}") from error

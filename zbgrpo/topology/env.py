@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,6 +118,49 @@ def set_thread_env(num_threads: int) -> None:
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     os.environ["MKL_NUM_THREADS"] = str(num_threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler says on the terminal when it starts and stops
+
+
+@contextmanager
+def changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Sets these variables inside. Afterwards the environment is what it was before, whatever ran inside has set."""
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
+ENGINE_OWNER = "ZBGRPO_ENGINE_OWNER"
+"""Set for the processes of a generation engine, to `EngineOwner.text`."""
+
+
+@dataclass(frozen=True)
+class EngineOwner:
+    """Whom the processes of a generation engine work for."""
+
+    process: int
+    """Process id of the rank."""
+    folder: str
+    """Where the processes have their sockets; to be removed with them."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.process} {self.folder}"
+
+
+def engine_owner() -> EngineOwner | None:
+    """The owner of this process; None for a process that belongs to no engine."""
+    process, _, folder = os.environ.get(ENGINE_OWNER, "").partition(" ")
+    return EngineOwner(int(process), folder) if process else None
+
+
+def usable_cores() -> list[int]:
+    """Numbers of the CPU cores that this process may run on; empty where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def available_cores() -> int:

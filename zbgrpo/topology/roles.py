@@ -105,8 +105,10 @@ class Topology:
         return stage * self.tp_size
 
     def weights_ranks(self, stage: int) -> tuple[int, ...]:
-        """Ranks of the group in which the weights of a stage travel: its source first, then every producer rank."""
-        return (self.source_rank(stage), *self.producer_ranks)
+        """Ranks of the group in which the weights of a stage travel: its source, then the first rank of every producer,
+        whose engine has them for all its ranks."""
+        firsts = (self.ranks_of_producer(producer)[0] for producer in range(self.num_producers))
+        return (self.source_rank(stage), *firsts)
 
 
 def threads_per_rank(num_cores: int, local_world_size: int, override: int | None) -> int:

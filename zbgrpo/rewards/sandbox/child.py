@@ -88,7 +88,8 @@ def _execute(confinement: Confinement, start: Start, stdio: Stdio) -> NoReturn:
     else:
         if confinement.is_landlocked:
             shared_memory = [_SHARED_MEMORY] if confinement.can_mount and os.path.isdir(_SHARED_MEMORY) else []
-            landlock.restrict(confinement.read_only, [start.folder.home, *shared_memory, *DEVICES])
+            read_only = [*confinement.read_only, f"/proc/self/fd/{INPUT_FD}"]  # so that /dev/stdin can be opened
+            landlock.restrict(read_only, [start.folder.home, *shared_memory, *DEVICES])
         if confinement.is_filtered:
             seccomp.install(seccomp.filter_program(start.protected_pids))
     os.execve(command[0], command, confinement.interpreter.variables(start.folder.home))

@@ -8,7 +8,10 @@ objects that equal everything, walks through frames) stays there; what it prints
 Values on the way are JSON for None, truth values, numbers and text, and otherwise a list whose first element says what
 it is: `list`, `tuple`, `set`, `frozenset`, `dict` (of pairs), `complex`, `bytes`, `module`, or `object` for one that
 stays where it is and is used through its number. Subclasses of these types count as what they extend, except classes
-of the solution itself.
+of the solution itself. Numbers of numpy count as numbers.
+
+The tests take names from the solution that they use, and none of Python's own, or a solution could bring its own `abs`;
+unless they use no other, because then that is what it had to write. Modules: a few that only define things.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ def read_verdict(stdout: bytes, token: str) -> Optional[Verdict]:
         verdict = msgspec.convert(json.loads(stdout), Verdict)
     except (ValueError, RecursionError, msgspec.ValidationError):
         return None
-    return verdict if verdict.token == token or verdict.refused else None
+    return verdict if verdict.token == token else None
 
 
 def _task(**fields: Any) -> bytes:
@@ -71,6 +74,11 @@ import typing
 PR_SET_DUMPABLE = 4
 LONGEST_REPLY = 1 << 26
 SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+# No others: importing unittest.__main__ runs every file in the current folder whose name begins with "test".
+MODULES = {
+    "bisect", "cmath", "collections", "collections.abc", "copy", "datetime", "decimal", "fractions", "functools",
+    "heapq", "itertools", "json", "math", "operator", "random", "re", "statistics", "string", "time",
+}
 
 
 class Lost(BaseException):
@@ -98,7 +106,15 @@ def encode(value, refer):
             return ["dict"] + [[encode(key, refer), encode(item, refer)] for key, item in dict.items(value)]
         if isinstance(value, types.ModuleType):
             return ["module", value.__name__]
+        number = number_of_numpy(value)
+        if number is not None:
+            return encode(number, refer)
     return ["object", refer(value)]
+
+
+def number_of_numpy(value):
+    is_number = isinstance(value, getattr(sys.modules.get("numpy"), "generic", ()))
+    return value.item() if is_number and type(value.item()) in (bool, int, float, complex) else None
 
 
 def decode(value, resolve):
@@ -114,20 +130,13 @@ def decode(value, resolve):
     if kind == "bytes":
         return items[0].encode("latin-1")
     if kind == "module":
-        return import_standard(items[0])
+        return importlib.import_module(items[0]) if items[0] in MODULES else None
     if kind == "object":
         return resolve(items[0])
     raise ValueError("no value of this kind: " + repr(kind))
 
 
-def import_standard(name):
-    if name.partition(".")[0] in getattr(sys, "stdlib_module_names", sys.builtin_module_names):
-        return importlib.import_module(name)
-    return None
-
-
 # ---------------------------------------------------------------------------- the solution's process
-
 
 TYPING = {name: getattr(typing, name) for name in typing.__all__}
 
@@ -195,7 +204,6 @@ def serve(incoming, outgoing):
 
 
 # ------------------------------------------------------------------------------- the tests' process
-
 
 class Solution:
     """The other process, as the tests see it."""
@@ -286,21 +294,35 @@ def exception(names, text):
 
 
 def run_calls(solution, task):
-    return [
-        solution.exchange("invoke", (task["fn_name"], arguments), lambda value: value) for arguments in task["calls"]
-    ]
+    name = task["fn_name"]
+    return [solution.exchange("invoke", (name, arguments), lambda value: value) for arguments in task["calls"]]
 
 
 def run_programs(solution, task):
-    import ast
-
     for program in task["programs"]:
-        names = {node.id for text in (task["setup"], program) for node in ast.walk(ast.parse(text))
-                 if isinstance(node, ast.Name)}
-        namespace = {**TYPING, "__name__": "tests", **solution.request("find", sorted(names))}
+        names = names_to_find(task["setup"] + "\n" + program)
+        found = solution.request("find", names)
+        namespace = {**TYPING, "__name__": "tests", **{name: found[name] for name in names if name in found}}
         for text, place in ((task["setup"], "<setup>"), (program, "<assert>")):
             exec(compile(text, place, "exec", dont_inherit=True, optimize=0), namespace)
     return []
+
+
+def names_to_find(tests):
+    import ast
+
+    used, bound = set(), set()
+    for node in ast.walk(ast.parse(tests)):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add(node.asname or node.name.partition(".")[0])
+        else:
+            bound.add(getattr(node, "name", None))  # of a function, a class, an exception that is caught
+    found = used - set(dir(builtins))
+    return sorted(found if found - bound - set(TYPING) else used)
 
 
 def judge(solution, task):
@@ -339,6 +361,10 @@ def is_beside_solution(folder):
     return any((os.path.realpath(folder) + "/").startswith(place.rstrip("/") + "/") for place in own)
 
 
+def read_task():
+    return json.loads(sys.stdin.buffer.read())
+
+
 def main():
     path = list(sys.path)
     sys.path[:] = [entry for entry in path if not is_beside_solution(entry)]
@@ -348,16 +374,16 @@ def main():
     try:
         solution_pid = os.fork()
     except OSError as error:
-        return {"token": "", "refused": "no second process: " + str(error)}
+        return {"token": read_task()["token"], "refused": "no second process: " + str(error)}
     if solution_pid == 0:
         os.close(write_requests)
         os.close(read_replies)
         become_solution(read_requests, write_replies, path)
     os.close(read_requests)
     os.close(write_replies)
-    task = json.loads(sys.stdin.buffer.read())
+    task = read_task()
     if task["programs"] and not hidden:
-        return {"token": "", "refused": "the tests cannot be hidden from the solution"}
+        return {"token": task["token"], "refused": "the tests cannot be hidden from the solution"}
     verdict = judge(Solution(os.fdopen(read_replies, "r"), os.fdopen(write_requests, "w")), task)
     os.kill(solution_pid, signal.SIGKILL)
     os.waitpid(solution_pid, 0)

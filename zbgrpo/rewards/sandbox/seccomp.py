@@ -7,6 +7,7 @@ pipes, subprocesses, `socketpair`, `multiprocessing`, numpy. It refuses, with `E
 - looking into other processes, or changing their limits, priority or place;
 - namespaces, mounts, the kernel's own business (modules, keys, bpf, clocks), and io_uring, which would go around this;
 - what outlives a program without being a file, or holds memory that no limit counts: System V objects, memfd;
+- to be told what happens to files (inotify);
 - what Landlock does not judge: modes, owners, times and attributes of files, and truncation before kernel 6.2;
 - `kill(-1)`, and signals to the processes it was told to protect; it cannot know all others, Landlock's scope does.
 
@@ -82,6 +83,8 @@ _REFUSED: dict[str, _Numbers] = {
     "delete_module": (176, 106),
     "open_by_handle_at": (304, 265),
     "fanotify_init": (300, 262),
+    "inotify_init": (253, None),  # Landlock lets it tell what happens in any folder
+    "inotify_init1": (294, 26),
     "syslog": (103, 116),
     "acct": (163, 89),
     "quotactl": (179, 60),
@@ -99,11 +102,20 @@ _REFUSED: dict[str, _Numbers] = {
     "iopl": (172, None),
     "ioperm": (173, None),
     "modify_ldt": (154, None),
-    # What outlives the program, or is memory outside its address space.
+    # What outlives the program, or is memory outside its address space; and the same of others, by its number.
     "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
     "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
     "semget": (64, 190),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
+    "semctl": (66, 191),
     "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     # Changes to files by path that no Landlock rule covers. The f* calls too: reading a file is enough to open it.

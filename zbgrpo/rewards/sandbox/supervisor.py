@@ -140,7 +140,8 @@ def _run_in_folder(job: Job, start: Start, lifeline_fd: int, wakeup_fd: int) -> 
     os.set_blocking(ready, False)
     message = os.read(ready, 4096)
     if message != READY:
-        said = message.decode(errors="replace") or _readable(errors.content) or "no reason given"
+        why = "no reason given" if verdict is None else verdict.detail
+        said = message.decode(errors="replace") or _readable(errors.content) or why
         return infrastructure(f"the interpreter did not start: {said}", wall_seconds)
     if status is not None and verdict is None:
         exit_status, verdict = _judge(status, bool(job.confinement.bubblewrap), bytes(errors.content))
