@@ -41,6 +41,8 @@ def warnings(*argv: str) -> list[str]:
         (["-rt", "mod-ule:f"], "-rt/--reward-type", ["mod-ule:f"]),
         (["-rt", "file.txt/x:f"], "-rt/--reward-type", ["file.txt"]),
         (["-temp", "0.001"], "-temp/--temperature", ["0.001", "0.01"]),
+        (["--code-sandbox-url", "http://box/run"], "--code-sandbox-url", ["-rt/--reward-type code"]),
+        (["-rt", "code", "--code-sandbox-url", "box:80"], "--code-sandbox-url", ["'box:80'", "http"]),
         (["-ptp", "2"], "-ptp/--producer-tensor-parallel-size", ["-b/--backend vllm"]),
         (["-b", "vllm", "-temp", "0.7", "-topp", "0.9"], "-topp/--top-p", ["temperature", "transformers"]),
         (["-b", "vllm", "-topk", "9", "inference.temperature_end=0.9"], "-topk/--top-k", ["full distribution"]),

@@ -53,6 +53,7 @@ def validate(config: RunConfig, world_size: int | None) -> list[str]:
         _check_available,
         _check_project,
         _check_reward_type,
+        _check_sandbox,
         _check_evaluation,
         _check_mesh,
         _check_batches,
@@ -100,6 +101,19 @@ def _check_reward_type(config: RunConfig) -> None:
         f"{label('reward.type')}: {kind!r} is none of {', '.join(REWARD_TYPES)}, module:function, "
         f"file.py:function{hint}"
     )
+
+
+def _check_sandbox(config: RunConfig) -> None:
+    url, name = config.reward.code_sandbox_url, label("reward.code_sandbox_url")
+    if url is None:
+        return
+    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", url):
+        raise ConfigError(f"{name}: {url!r} is no http:// or https:// address")
+    if config.reward.type != "code":
+        raise ConfigError(
+            f"{name}: {label('reward.type')} {config.reward.type} runs no programs; use {label('reward.type')} code, "
+            "or leave the address out"
+        )
 
 
 def _check_mesh(config: RunConfig) -> None:

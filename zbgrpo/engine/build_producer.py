@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,9 @@ def _tell_isolation(pool: RewardPool, config: RunConfig, events: EventLog) -> No
     isolation = pool.wait_for_isolation(config.cluster.timeout_seconds)
     logger.info("programs of responses run with %s", isolation.describe())
     if isolation.level < config.reward.min_isolation:
-        logger.warning("reward.allow_unsafe_code is on: programs of responses may reach the machine")
+        text = "reward.allow_unsafe_code is on: programs of responses may reach this machine"
+        logger.warning(text)
+        print(f"zbgrpo: {text}; {isolation.describe()}", file=sys.stderr, flush=True)
     events.append("sandbox", level=isolation.level, mechanisms=isolation.mechanisms)
 
 

@@ -46,16 +46,17 @@ def make_payload(config: RunConfig, work: Work, outcomes: list[ScoreOutcome]) ->
     algorithm, limit = config.algorithm, config.inference.max_new_tokens
     # A verifier's verdict on half an answer is worth nothing; a user's own function judges what there is.
     verified = config.reward.type in (*ANSWER_TYPES, CODE_TYPE)
+    cut_off = [verified and response.finish is FinishReason.LENGTH for response in responses]
     rewards = [
         final_reward(
             outcome.reward,
-            verified and response.finish is FinishReason.LENGTH,
+            cut,
             len(response.token_ids),
             limit,
             algorithm.overlong_cache_tokens,
             bool(algorithm.overlong_penalty),
         )
-        for outcome, response in zip(outcomes, responses, strict=True)
+        for outcome, response, cut in zip(outcomes, responses, cut_off, strict=True)
     ]
     spans = [(n, start, version) for n, r in enumerate(responses) for start, version in r.spans]
     return GroupPayload(
@@ -65,7 +66,8 @@ def make_payload(config: RunConfig, work: Work, outcomes: list[ScoreOutcome]) ->
         np.array([len(r.token_ids) for r in responses], np.int32),
         np.array(rewards, np.float32),
         np.array([o.format_acc for o in outcomes], np.float32),
-        np.array([o.ans_acc for o in outcomes], np.float32),
+        # What is not paid for being cut off is not right either: the filter looks for groups whose rewards differ.
+        np.array([0.0 if cut else o.ans_acc for o, cut in zip(outcomes, cut_off, strict=True)], np.float32),
         np.array([int(r.finish) for r in responses], np.uint8),
         np.array(spans, np.int32),
     )
