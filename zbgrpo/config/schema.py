@@ -114,7 +114,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """Least isolation under which programs are run (code): 0 limits only, 1 kernel filters too, 2 namespaces too."""
     allow_unsafe_code: bool = False
     """Run programs below min_isolation all the same, with a warning."""
-    code_memory_bytes: Annotated[int, Meta(ge=64 * 1024**2)] = 1024**3
+    code_memory_bytes: Positive = 1024**3
     """Memory of one program and everything that it starts (code)."""
     code_sandbox_url: Optional[str] = None
     """Run programs in a remote sandbox instead (--code-sandbox-url): the address of its run_code endpoint."""

@@ -25,6 +25,9 @@ MIN_TEMPERATURE = 0.01
 """Below it, logits / temperature of ordinary models leave the range in which log-probs are exact enough to train on."""
 
 
+MIN_CODE_MEMORY_BYTES = 64 * 1024**2
+
+
 class NotAvailable(NamedTuple):
     """A value of the schema that this version cannot run with yet."""
 
@@ -105,6 +108,11 @@ def _check_reward_type(config: RunConfig) -> None:
 
 def _check_sandbox(config: RunConfig) -> None:
     url, name = config.reward.code_sandbox_url, label("reward.code_sandbox_url")
+    if config.reward.code_memory_bytes < MIN_CODE_MEMORY_BYTES:
+        raise ConfigError(
+            f"reward.code_memory_bytes: {config.reward.code_memory_bytes} bytes are too few for a Python interpreter; "
+            f"use {MIN_CODE_MEMORY_BYTES} or more"
+        )
     if url is None:
         return
     if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", url):
