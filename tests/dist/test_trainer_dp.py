@@ -94,7 +94,7 @@ def broken_rank(rank: int, model: Any, groups: list[GroupPayload]) -> dict[str, 
 
 def abandoned(rank: int, model: Any, groups: list[GroupPayload]) -> dict[str, Any]:
     """Rank 1 has left work out: the step has not happened on either rank, and the next one is as if it never had."""
-    trainer, other = make_trainer(model, GRPO, group=dist.group.WORLD), make_trainer(model, GRPO, group=dist.group.WORLD)
+    trainer, other = (make_trainer(model, GRPO, group=dist.group.WORLD) for _ in range(2))
     train(trainer, [shares(groups[:4])[rank]] if rank == 0 else [])
     results = [trainer.commit(abandon=rank == 1)]
     for each in (trainer, other):

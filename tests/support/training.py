@@ -6,16 +6,20 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.models import logprobs_of, perturbed, random_group, responses_of, tiny_model
 from zbgrpo.algorithms.packing import PackingRules
 from zbgrpo.config.schema import AlgorithmConfig, TrainerConfig
+from zbgrpo.groups.process_groups import make_mesh
 from zbgrpo.trainer.base import StepResult
+from zbgrpo.trainer.layout import ALONE, Layout
 from zbgrpo.trainer.torch_backend import TorchTrainer
 from zbgrpo.types import FinishReason, GroupPayload
 
@@ -65,9 +69,11 @@ def make_trainer(
     microbatch: int = 8,
     group: Any = None,
     num_schedule_steps: int = 10,
+    layout: Layout | None = None,
     **settings: Any,
 ) -> TorchTrainer:
-    """A trainer over a copy of the model; the reference, where there is one, is `reference_of(model)`."""
+    """A trainer over a copy of the model, data parallel over `group` unless `layout` says otherwise; the reference,
+    where there is one, is `reference_of(model)`."""
     reference = reference_of(model).requires_grad_(False) if algorithm.kl_coeff else None
     return TorchTrainer(
         copy.deepcopy(model),
@@ -78,7 +84,13 @@ def make_trainer(
         num_schedule_steps=num_schedule_steps,
         group=group,
         wait=nullcontext,
+        layout=layout or (ALONE if group is None else Layout.of(mesh_of(dist.get_world_size(group), 1, 1))),
     )
+
+
+def mesh_of(dp: int, pp: int, tp: int) -> Any:
+    """A mesh over the whole world of a test, made anew: all ranks call this together."""
+    return make_mesh((dp, pp, tp), timedelta(seconds=60), "gloo")
 
 
 def reference_of(model: Any) -> Any:
@@ -89,7 +101,7 @@ def reference_of(model: Any) -> Any:
 def commit_without_update(trainer: TorchTrainer) -> tuple[Tensor, StepResult]:
     """The gradient that the optimizer would have got (float32 [parameters], in registration order), and the result."""
     seen: list[Tensor] = []
-    apply, trainer._apply = trainer._apply, lambda rate: seen.append(trainer._gradients.clone())  # type: ignore[method-assign]
+    apply, trainer._apply = trainer._apply, lambda rate: seen.append(trainer.parameters.gradients.clone())  # type: ignore[method-assign]
     result = trainer.commit()
     trainer._apply = apply  # type: ignore[method-assign]
     (gradient,) = seen

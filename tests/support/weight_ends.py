@@ -79,7 +79,7 @@ class Source:
         self._before(version)
 
     def publish(self, version: int, **settings: Any) -> None:
-        self.publisher.publish(version, dict(named_weights(Net(version, **self.options))), **settings)
+        self.publisher.publish(version, named_weights(Net(version, **self.options)), **settings)
 
     def finish(self) -> dict[int, str]:
         assert self.publisher.flush(TIMEOUT_SECONDS)

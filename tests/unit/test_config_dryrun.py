@@ -38,10 +38,11 @@ def write_safetensors(path: Path, shapes: dict[str, list[int]]) -> None:
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
-    sizes = {"hidden_size": 8, "vocab_size": 100, "num_hidden_layers": 3, "num_attention_heads": 4}
-    (folder / "config.json").write_text(json.dumps({**sizes, "num_key_value_heads": 2}), encoding="utf-8")
-    write_safetensors(folder / "model-00001-of-00002.safetensors", {"a": [100, 8], "b": [8]})
-    write_safetensors(folder / "model-00002-of-00002.safetensors", {"c": [2, 2, 2], "scalar": []})
+    sizes = {"hidden_size": 8, "intermediate_size": 24, "vocab_size": 100, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    (folder / "config.json").write_text(json.dumps(sizes | heads), encoding="utf-8")
+    write_safetensors(folder / "model-00001-of-00002.safetensors", {"embed": [100, 8], "layers": [3, 10, 10]})
+    write_safetensors(folder / "model-00002-of-00002.safetensors", {"norm": [2, 2, 2], "scalar": []})
     return folder
 
 
@@ -134,16 +135,42 @@ class TestPlan:
         assert "evaluations" not in plan()
 
     def test_memory_is_unknown_for_a_hub_name(self) -> None:
-        assert "unknown" in plan()["everything else"]
+        assert "not a local folder" in plan()["unknown"]
+        assert "not a local folder" in plan()["producer, per rank"]
 
     def test_memory_of_a_local_model(self, model: Path) -> None:
-        rows = plan(
-            "-m", str(model), "-mnt", "1024", "-mpt", "1024", "-kl", "0", "trainer.logprob_chunk_tokens=1048576"
-        )
+        rows = plan("-m", str(model), "-mnt", "1024", "-mpt", "1024", "-kl", "0", "-g", "8", "-tmbs", "2")
         assert rows["parameters"] == "0.0 million"
-        assert rows["logits that exist at once"].startswith("400.0 MiB")  # 2**20 tokens x 100 x 4 bytes
+        assert rows["largest microbatch"] == "1 x 3072 positions, 2048 response tokens"
         # 64 slots x 2048 tokens x (2 x 3 layers x 2 heads x 2) x 2 bytes
-        assert rows["key-value cache, per producer"].startswith("6.0 MiB")
+        assert rows["- key-value cache"].startswith("6.0 MiB")
+        assert "cluster.memory_gib" in rows["fits"]
+
+    def test_the_parts_add_up(self, model: Path) -> None:
+        rows = plan("-m", str(model), "-mnt", "20000", "-mpt", "20000", "-kl", "0.1", "trainer.offload_optimizer=true")
+        parts = {name: value for name, value in rows.items() if name.startswith("- ") and "cache" not in name}
+        on_device = [float(value.split()[0].replace(",", "")) for n, value in parts.items() if "host" not in n]
+        mebibytes = [v * 1024 if "GiB" in parts[n] else v for n, v in zip(parts, on_device, strict=False)]
+        together = rows["together"].split(",  ")[0].split()
+        assert sum(mebibytes) == pytest.approx(float(together[0]) * 1024, rel=0.05) and together[1].startswith("GiB")
+        assert {"- optimizer state, in the host's memory", "- activations"} <= parts.keys()
+
+    def test_what_does_not_fit_is_said_with_what_helps(self, model: Path) -> None:
+        argv = ("-m", str(model), "-mnt", "4096", "-kl", "0", "-tmbs", "2")
+        text = describe_plan(config_of(*argv, "cluster.memory_gib=0.1"), 1000)
+        (line,) = [line for line in text.splitlines() if line.strip().startswith("fits")]
+        assert "NO" in line and "102.4 MiB of a device" in line
+        helps = [line.split("what helps")[1].strip() for line in text.splitlines() if "what helps" in line]
+        assert any(line.startswith("-tmbs/--train-microbatch-size 1: ") and line.endswith(", fits") for line in helps)
+        assert any(line.startswith("trainer.gradient_checkpointing=true: ") for line in helps)
+        assert not any("zero" in line for line in helps)  # the weights are nothing here
+        assert plan(*argv, "cluster.memory_gib=100")["fits"].startswith("yes, 99.")
+
+    def test_a_producer_that_does_not_fit(self, model: Path) -> None:
+        rows = plan("-m", str(model), "-mnt", "1024", "-mpt", "1024", "-kl", "0", "cluster.memory_gib=0.005")
+        assert (
+            "-imbs/--inference-microbatch-size" in rows["- fits"] and "0.9 MiB more than the 5.1 MiB" in rows["- fits"]
+        )
 
     def test_missing_local_model_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=r"no such folder.*-m/--model"):
@@ -153,14 +180,36 @@ class TestPlan:
 class TestModelSize:
     def test_counts_the_headers(self, model: Path) -> None:
         size = read_model_size(str(model))
-        assert size is not None
-        assert size.num_parameters == 800 + 8 + 8 + 1
-        assert (size.hidden_size, size.vocab_size, size.kv_values_per_token) == (8, 100, 2 * 3 * 2 * 2)
+        assert size is not None and size.is_complete
+        assert size.num_parameters == 800 + 300 + 8 + 1
+        assert (size.hidden_size, size.intermediate_size, size.vocab_size) == (8, 24, 100)
+        assert (size.num_layers, size.num_heads, size.num_kv_heads, size.head_size) == (3, 4, 2, 2)
+        assert size.kv_values_per_token == 2 * 3 * 2 * 2
+        assert size.is_tied
+
+    def test_a_head_of_its_own(self, model: Path) -> None:
+        write_safetensors(model / "model-00003.safetensors", {"lm_head.weight": [100, 8]})
+        size = read_model_size(str(model))
+        assert size is not None and not size.is_tied and size.num_parameters == 1109 + 800
+        # Some folders hold a tied matrix twice.
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}), encoding="utf-8")
+        size = read_model_size(str(model))
+        assert size is not None and size.is_tied and size.num_parameters == 1109
 
     def test_no_folder_and_an_empty_one(self, tmp_path: Path) -> None:
         assert read_model_size("Qwen/Qwen2.5-7B") is None
-        assert read_model_size(str(tmp_path)) == (None, None, None, None)
-        assert "unknown" in plan("-m", str(tmp_path))["parameters"]
+        size = read_model_size(str(tmp_path))
+        assert size is not None and not size.is_complete and size.num_parameters == 0
+        assert "does not say" in plan("-m", str(tmp_path))["unknown"]
+
+    @pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"])
+    def test_what_is_left_out_or_no_number_makes_it_incomplete(self, key: str, model: Path) -> None:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        for value in (None, "many", [1], 0):
+            (model / "config.json").write_text(json.dumps(config | {key: value}), encoding="utf-8")
+            size = read_model_size(str(model))
+            assert size is not None and not size.is_complete
 
     @pytest.mark.parametrize("content", [b"", b"123", struct.pack("<Q", 2**60), struct.pack("<Q", 9) + b'{"a": 1}'])
     def test_damaged_file_is_named(self, content: bytes, model: Path) -> None:

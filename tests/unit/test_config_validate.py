@@ -67,10 +67,6 @@ def test_bad_combination_names_the_flag_and_the_numbers(argv: list[str], culprit
     ("argv", "culprit"),
     [
         (["--trainer", "colossalai"], "--trainer"),
-        (["-zero", "1"], "-zero/--zero-stage"),
-        (["-tp", "2"], "-tp/--tensor-parallel-size"),
-        (["-pp", "2"], "-pp/--pipeline-parallel-size"),
-        (["-rt", "code"], "-rt/--reward-type"),
         (["--weight-transport", "ipc"], "--weight-transport"),
         (["--consumer-python", "python3"], "--consumer-python"),
     ],

@@ -25,10 +25,13 @@ SECTIONS = {
 }
 """Class of a section to its name."""
 
-NOT_A_USE = {f"config/{name}.py" for name in ("schema", "fields", "flags", "load", "validate", "dryrun")}
+NOT_A_USE = {f"config/{name}.py" for name in ("schema", "fields", "flags", "load", "validate", "dryrun", "memory")}
 """What parses, checks and shows settings; that is no use of them."""
 
-READ_ELSEWHERE = {"algorithm.name": "picks the preset that config/load.py writes into the keys that were left out"}
+READ_ELSEWHERE = {
+    "algorithm.name": "picks the preset that config/load.py writes into the keys that were left out",
+    "cluster.memory_gib": "--dry-run says what does not fit",
+}
 """Keys that are used in one of those files all the same."""
 
 Types = dict[str, str]

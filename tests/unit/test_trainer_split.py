@@ -49,7 +49,7 @@ def by_definition(model: Any, groups: list[GroupPayload]) -> dict[str, Any]:
 
 
 def snapshot(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in trainer.weights().items()}
+    return {name: tensor.detach().clone() for name, tensor in trainer.weights()}
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -140,7 +140,7 @@ def test_a_microbatch_is_trained_without_waiting_for_the_device(
     trainer = make_trainer(model, GRPO)
     for batch in list(pack(groups[:2], VERSION, trainer._rules)):  # packing is on the host
         reads.clear()
-        trainer._train_microbatch(batch)
+        trainer._train_microbatch(batch, batch.old_logprobs)
         assert reads == []
 
 
@@ -224,10 +224,10 @@ def test_updates_are_those_of_adamw_with_the_clipped_gradient(model: Any, groups
         assert result.learning_rate == pytest.approx(rate)
         assert result.grad_norm == pytest.approx(whole.grad_norm, rel=1e-3)
         # A gradient near zero may differ in sign, which Adam makes a whole step of: so nearly all and on average.
-        updated = trainer.weights()
+        updated = dict(trainer.weights())
         difference = torch.cat([(updated[n] - p).detach().abs().flatten() for n, p in witness.named_parameters()])
         assert float(difference.mean()) < 1e-3 * rate and float((difference > 0.05 * rate).float().mean()) < 1e-3
-        witness.load_state_dict(trainer.weights(), strict=False)
+        witness.load_state_dict(dict(trainer.weights()), strict=False)
 
 
 def test_bfloat16_weights_are_the_rounded_masters(model: Any, groups: list[GroupPayload]) -> None:
@@ -237,7 +237,7 @@ def test_bfloat16_weights_are_the_rounded_masters(model: Any, groups: list[Group
     for _ in range(3):
         train(trainer, [groups[:2]])
         trainer.commit()
-    for name, tensor in trainer.weights().items():
+    for name, tensor in trainer.weights():
         assert tensor.dtype == torch.bfloat16
         master = trainer._masters[name]
         assert master.dtype == torch.float32 and torch.equal(tensor, master.bfloat16())
@@ -271,7 +271,7 @@ def test_what_is_not_finite_skips_the_step_and_the_version_goes_on(
         train(trainer, [groups[:2], [broken(groups[2])]])
     else:
         train(trainer, [groups[:3]])
-        trainer._gradients[5] = math.inf
+        trainer.parameters.gradients[5] = math.inf
     result = trainer.commit()
     assert result.skipped and not math.isfinite(result.loss if what == "loss" else result.grad_norm)
     assert result.learning_rate == pytest.approx(learning_rate(1e-3, 1, 10, "cosine"))
@@ -362,7 +362,9 @@ def test_the_model_folder_loads_in_transformers(tmp_path: Path) -> None:
     for tied in (True, False):
         model = tiny_model("qwen2", tied)
         trainer = make_trainer(model, DAPO)
-        trainer.save_model(tmp_path / str(tied), tiny_tokenizer())
+        weights = trainer.gather_model()
+        assert weights is not None
+        trainer.save_model(tmp_path / str(tied), tiny_tokenizer(), weights)
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / str(tied))
         assert equal(dict(loaded.named_parameters()), dict(model.named_parameters()))
         assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) is tied

@@ -5,18 +5,30 @@ log-sum-exp and one log-prob per token. With these, a logit's gradient needs no 
 works on columns: all tokens against a block of the vocabulary of the same number of elements. Each row of the weight
 gradient is then the result of one matrix product over all tokens. Working on rows there would add up chunks into a
 [vocabulary, hidden] sum: in float32 another copy of the gradient, in bfloat16 a rounding per chunk.
+
+With the vocabulary spread over tensor-parallel ranks, each works on its own rows of the weight and all know all hidden
+states. What makes one softmax of the parts is two reductions of a few numbers per token, whatever the vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _BLOCK_ALIGNMENT = 64
+
+
+class VocabularyShard(NamedTuple):
+    """This rank's part of a vocabulary that is spread over a group: `weight` and `bias` are its rows of them."""
+
+    group: dist.ProcessGroup
+    first: int
+    """Token id of its first row."""
 
 
 def token_logprobs(
@@ -27,13 +39,16 @@ def token_logprobs(
     chunk_tokens: int,
     bias: Optional[Tensor] = None,
     with_entropy: bool = True,
+    shard: Optional[VocabularyShard] = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target under softmax((hidden @ weight.T + bias) / temperature), with the entropy at temperature
     1.
 
     Shapes: `hidden` [T, H], `weight` [V, H], `bias` [V], all of one dtype; `targets` int64 [T], in [0, V);
     `temperature` one positive float, or a tensor [T] of them (whose values are not checked: that would wait for the
-    device).
+    device). With a `shard`, weight and bias are its part, V is the size of that, targets are ids of the whole
+    vocabulary, and every rank of its group calls this with the same hidden states and gets the same results; the
+    gradient of `hidden` is the whole one.
 
     Returns log-probs [T], differentiable once in `hidden`, `weight` and `bias`, and entropies [T] in nats, without
     gradient; the entropies are an empty tensor if `with_entropy` is False. Both are float32 (float64 for float64).
@@ -51,7 +66,9 @@ def token_logprobs(
     _check_inputs(hidden, weight, targets, temperature, chunk_tokens, bias)
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(_compute_dtype(hidden)).unsqueeze(1)
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk_tokens, with_entropy)
+    logprobs, entropy = _TokenLogprobs.apply(
+        hidden, weight, bias, targets, temperature, chunk_tokens, with_entropy, shard
+    )
     return logprobs, entropy
 
 
@@ -68,8 +85,11 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: Union[float, Tensor],
         chunk_tokens: int,
         with_entropy: bool,
+        shard: Optional[VocabularyShard],
     ) -> tuple[Tensor, Tensor]:
         num_tokens, vocabulary = len(hidden), len(weight)
+        if shard is not None:
+            targets = targets - shard.first
         dtype = _compute_dtype(hidden)
         rows = min(chunk_tokens, num_tokens)
         product = hidden.new_empty(rows, vocabulary)
@@ -77,6 +97,7 @@ class _TokenLogprobs(torch.autograd.Function):
         second = torch.empty_like(first)
         logprobs, normaliser = (hidden.new_empty(num_tokens, dtype=dtype) for _ in range(2))
         entropy = hidden.new_empty(num_tokens if with_entropy else 0, dtype=dtype)
+        entropy_normaliser = torch.empty_like(entropy) if shard is not None else None
         for begin in range(0, num_tokens, chunk_tokens):
             chunk = slice(begin, min(begin + chunk_tokens, num_tokens))
             size = chunk.stop - begin
@@ -86,15 +107,21 @@ class _TokenLogprobs(torch.autograd.Function):
             _softmax_of_chunk(
                 first[:size],
                 second[:size],
-                targets[chunk],
+                targets[chunk] if shard is None else targets[chunk].clamp(0, vocabulary - 1),
                 temperature[chunk] if isinstance(temperature, Tensor) else temperature,
                 logprobs[chunk],
                 normaliser[chunk],
                 entropy[chunk] if with_entropy else None,
+                entropy_normaliser[chunk] if with_entropy and entropy_normaliser is not None else None,
             )
+        if shard is not None and entropy_normaliser is not None:
+            inside = (targets >= 0) & (targets < vocabulary)
+            column = temperature.squeeze(1) if isinstance(temperature, Tensor) else temperature
+            _combine(shard.group, inside, column, logprobs, normaliser, entropy, entropy_normaliser)
         scale = temperature if isinstance(temperature, Tensor) else None
         ctx.save_for_backward(hidden, weight, bias, targets, logprobs, normaliser, scale)
         ctx.temperature, ctx.chunk_tokens = temperature if scale is None else None, chunk_tokens
+        ctx.group = shard.group if shard is not None else None
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -132,8 +159,39 @@ class _TokenLogprobs(torch.autograd.Function):
             elif grad_hidden is not None:
                 grad_hidden += grad_logits @ weight[part]
         if grad_hidden is not None:
+            if ctx.group is not None:
+                dist.all_reduce(grad_hidden, group=ctx.group)
             grad_hidden = grad_hidden.mul_(factor).to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _combine(
+    group: dist.ProcessGroup,
+    inside: Tensor,
+    temperature: Union[float, Tensor],
+    logprobs: Tensor,
+    normaliser: Tensor,
+    entropy: Tensor,
+    entropy_normaliser: Tensor,
+) -> None:
+    """From what holds for this rank's part of the vocabulary to what holds for all of it, in place; all are [T].
+
+    The parts' log-sum-exps L_l make the whole one, L = log sum_l exp(L_l), and the weight exp(L_l - L) of each part.
+    The entropy is L - sum_l exp(L_l - L) x (mean logit of part l), and the mean logit of a part is L_l - entropy_l.
+    """
+    own = torch.stack([normaliser / temperature, entropy_normaliser if len(entropy) else normaliser])
+    largest = own.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    weights = torch.exp(own - largest)
+    at_target = torch.where(inside, logprobs + own[0] - largest[0], 0.0)
+    mean = weights[1] * (own[1] - entropy - largest[1]) if len(entropy) else torch.zeros_like(logprobs)
+    sums = torch.stack([*weights, at_target, mean])
+    dist.all_reduce(sums, group=group)
+    logs = torch.log(sums[:2])
+    logprobs.copy_(sums[2] - logs[0])
+    normaliser.copy_((largest[0] + logs[0]) * temperature)
+    if len(entropy):
+        entropy.copy_(logs[1] - sums[3] / sums[1])
 
 
 def _softmax_of_chunk(
@@ -144,9 +202,10 @@ def _softmax_of_chunk(
     logprobs: Tensor,
     normaliser: Tensor,
     entropy: Optional[Tensor],
+    entropy_normaliser: Optional[Tensor] = None,
 ) -> None:
     """Fill the chunk's `logprobs`, `normaliser` = temperature x log-sum-exp(logits / temperature), and `entropy`, which
-    is that of the unscaled logits.
+    is that of the unscaled logits, as `entropy_normaliser` is their log-sum-exp.
 
     `logits` [N, V] and `work` (same shape) are overwritten: V is long, so buffers are few and reused.
     """
@@ -154,6 +213,8 @@ def _softmax_of_chunk(
     largest_logit = logits.amax(dim=1, keepdim=True)
     if entropy is not None:
         torch.log_softmax(logits, dim=1, out=work)
+        if entropy_normaliser is not None:
+            entropy_normaliser.copy_((largest_logit - work.amax(dim=1, keepdim=True)).squeeze(1))
         torch.exp(work, out=logits)
         torch.sum(logits.mul_(work), dim=1, out=entropy).neg_()
         # Shifting a row changes no softmax of it, so from here log-softmax stands in for the logits.

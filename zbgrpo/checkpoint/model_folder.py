@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zbgrpo.checkpoint.weight_files import WeightFiles, without_weights
 from zbgrpo.errors import ModelError
 
 
@@ -20,12 +21,10 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     Raises `ModelError`, which names the path and the reason, also for files that lack some of the model's weights and
     for a model that the engine would generate or train wrongly.
     """
-    import transformers
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     source = _source("model", path, "-m")
-    dtype_name = "torch_dtype" if transformers.__version__.startswith("4.") else "dtype"
     try:
         with _quiet_transformers():
             model, found = AutoModelForCausalLM.from_pretrained(
@@ -33,13 +32,56 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
                 attn_implementation="sdpa",
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
-                **{dtype_name: dtype},
+                **{_dtype_name(): dtype},
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(f"model {path}: cannot be loaded: {_reason(error, source)}") from error
     _refuse_incomplete(found, path)
     _refuse_unsupported(model, path)
     return _without_dropout(model.to(device))
+
+
+def open_model(path: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, WeightFiles | None]:
+    """The model without its weights, and the files to fill it from module by module; or, where its files do not allow
+    that (a hub name, another format), the whole model and None. Raises what `load_model` raises."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(_source("model", path, "-m"))
+    if not folder.is_dir():
+        return load_model(path, dtype, device), None
+    files = WeightFiles(folder)
+    try:
+        with _quiet_transformers(), without_weights():
+            config = AutoConfig.from_pretrained(str(folder))
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **{_dtype_name(): dtype})
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelError(f"model {path}: cannot be loaded: {_reason(error, str(folder))}") from error
+    if not files.holds_all_of(model):
+        return load_model(path, dtype, device), None
+    with _quiet_transformers():
+        model.generation_config = _generation_config(folder) or model.generation_config
+    _refuse_unsupported(model, path)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+    return _without_dropout(model), files
+
+
+def _generation_config(folder: Path) -> Any:
+    from transformers import GenerationConfig
+
+    return GenerationConfig.from_pretrained(str(folder)) if (folder / "generation_config.json").is_file() else None
+
+
+def _dtype_name() -> str:
+    return "torch_dtype" if transformers_is_4() else "dtype"
+
+
+def transformers_is_4() -> bool:
+    """Whether the installed transformers is a 4.x, whose interfaces differ here and there."""
+    import transformers
+
+    return transformers.__version__.startswith("4.")
 
 
 def load_tokenizer(path: str) -> Any:

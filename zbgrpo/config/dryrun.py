@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from zbgrpo.config import memory
 from zbgrpo.config.flags import label
 from zbgrpo.config.model_size import ModelSize, read_model_size
 from zbgrpo.config.schema import DataConfig, RunConfig
@@ -79,7 +80,8 @@ def describe_plan(config: RunConfig, num_rows: int | None) -> str:
         ("Batches", _batches(config)),
         ("Steps", _steps(config, num_rows)),
         ("Algorithm", _algorithm(config)),
-        ("Memory, estimated", _memory(config, size)),
+        ("Memory of a consumer rank, at most", _consumer_memory(config, size)),
+        ("Other memory", _other_memory(config, size)),
         ("Written to", _written(config)),
     ]
     width = max(len(name) for _, rows in parts for name, _ in rows)
@@ -184,48 +186,68 @@ def _algorithm(config: RunConfig) -> list[Row]:
     ]
 
 
-def _memory(config: RunConfig, size: ModelSize | None) -> list[Row]:
-    """Without activations and what libraries need for themselves."""
-    ring = ("ring in /dev/shm, per consumer node", _bytes(ring_bytes(config)))
-    if size is None:
-        return [ring, ("everything else", "unknown: the model is not a local folder")]
-    width_bytes = 2 if config.trainer.precision == "bf16" else 4
-    tokens = config.data.max_prompt_tokens + config.inference.max_new_tokens
-    microbatch_tokens = config.trainer.train_microbatch_size * tokens
-    parameters, has_reference = size.num_parameters, bool(config.algorithm.kl_coeff)
-    # float32 weights, gradients and two moments; beside them the bf16 copy that computes, and the reference model.
-    state_bytes = 16 + (2 if width_bytes == 2 else 0) + (width_bytes if has_reference else 0)
-    copies_bytes = 2 * width_bytes
-
-    def show(count: int | None, factor: int, note: str) -> str:
-        return "unknown: the folder does not say" if count is None else f"{_bytes(count * factor)} ({note})"
-
-    return [
-        ring,
-        ("parameters", "unknown: no safetensors" if parameters is None else f"{parameters / 1e6:,.1f} million"),
-        (
-            "consumer, per rank",
-            show(parameters, state_bytes, "weights, gradients, Adam" + (", reference model" if has_reference else "")),
-        ),
-        ("source consumer, more", show(parameters, copies_bytes, f"two snapshots, on the {config.weights.staging}")),
-        ("producer, per rank", show(parameters, copies_bytes, "weights and shadow copy")),
-        (
-            "key-value cache, per producer",
-            show(
-                size.kv_values_per_token,
-                config.num_slots * tokens * width_bytes,
-                f"{config.num_slots} slots x {tokens} tokens",
-            ),
-        ),
-        (
-            "hidden state of a microbatch",
-            show(size.hidden_size, microbatch_tokens * width_bytes, f"{microbatch_tokens} tokens, per layer"),
-        ),
-        (
-            "logits that exist at once",
-            show(size.vocab_size, config.trainer.logprob_chunk_tokens * 4, "a chunk of tokens, float32"),
-        ),
+def _consumer_memory(config: RunConfig, size: ModelSize | None) -> list[Row]:
+    unknown = _unknown(size)
+    if size is None or unknown:
+        return [("unknown", unknown)]
+    found = memory.estimate(config, size)
+    stage = f", on pipeline stage {found.stage}" if config.trainer.pipeline_parallel_size > 1 else ""
+    shape = memory.largest_microbatch(config)
+    rows = [
+        ("parameters", f"{size.num_parameters / 1e6:,.1f} million"),
+        ("largest microbatch", f"{shape.rows} x {shape.positions} positions, {shape.response_tokens} response tokens"),
+        ("worst moment", f"when {found.moment}{stage}"),
+        *((f"- {part.what}", _bytes(part.num_bytes)) for part in found.on_device),
+        ("together", f"{_bytes(found.device_bytes)}, without what libraries need for themselves"),
+        *((f"- {part.what}, in the host's memory", _bytes(part.num_bytes)) for part in found.on_host),
     ]
+    limit = memory.device_bytes(config)
+    if limit is None:
+        return [*rows, ("fits", f"give {label('cluster.memory_gib')}=N to hear whether it does")]
+    if found.device_bytes <= limit:
+        return [*rows, ("fits", f"yes, {_bytes(limit - found.device_bytes)} of {_bytes(limit)} are left")]
+    rows.append(("fits", f"NO: {_bytes(found.device_bytes - limit)} more than the {_bytes(limit)} of a device"))
+    help_found = memory.what_helps(config, size)
+    return [*rows, *(("what helps", _help(change, needed, limit)) for change, needed in help_found)]
+
+
+def _help(change: dict[str, Any], needed: int, limit: int) -> str:
+    settings = " ".join(
+        f"{label(path)} {value}" if label(path) != path else f"{path}={str(value).lower()}"
+        for path, value in change.items()
+    )
+    return f"{settings}: {_bytes(needed)}" + (", fits" if needed <= limit else "")
+
+
+def _unknown(size: ModelSize | None) -> str:
+    """Why memory cannot be estimated; empty if it can."""
+    if size is None:
+        return "the model is not a local folder"
+    return (
+        "" if size.is_complete else "the model's folder does not say what its config.json and safetensors usually say"
+    )
+
+
+def _other_memory(config: RunConfig, size: ModelSize | None) -> list[Row]:
+    ring = ("ring in /dev/shm, per consumer node", _bytes(ring_bytes(config)))
+    unknown = _unknown(size)
+    if size is None or unknown:
+        return [ring, ("producer, per rank", f"unknown: {unknown}")]
+    width_bytes = 2 if config.trainer.precision == "bf16" else 4
+    ranks_each = config.cluster.producer_tensor_parallel_size
+    tokens = config.data.max_prompt_tokens + config.inference.max_new_tokens
+    weights = 2 * width_bytes * size.num_parameters // ranks_each
+    cache = config.num_slots * tokens * size.kv_values_per_token * width_bytes // ranks_each
+    rows = [
+        ring,
+        ("producer, per rank", f"{_bytes(weights)} (weights and shadow copy)"),
+        ("- key-value cache", f"{_bytes(cache)} ({config.num_slots} slots x {tokens} tokens)"),
+    ]
+    limit = memory.device_bytes(config)
+    if limit is not None and weights + cache > limit:
+        smaller = ", ".join(label(path) for path in ("inference.inference_microbatch_size", "inference.max_new_tokens"))
+        rows.append(("- fits", f"NO: {_bytes(weights + cache - limit)} more than the {_bytes(limit)}; lower {smaller}"))
+    return rows
 
 
 def _bytes(count: int) -> str:

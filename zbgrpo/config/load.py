@@ -197,6 +197,12 @@ _FREE_ON_RESUME = frozenset(
         "vllm",
         "reward.num_workers",
         "trainer.train_microbatch_size",
+        # How the trainer is spread decides nothing as long as a step has as many groups (which is compared instead).
+        "trainer.train_batch_size",
+        "trainer.train_minibatch_size",
+        "trainer.zero_stage",
+        "trainer.tensor_parallel_size",
+        "trainer.pipeline_parallel_size",
         "trainer.gradient_checkpointing",
         "trainer.logprob_chunk_tokens",
         "ledger.buffer_limit",
@@ -213,19 +219,20 @@ _FREE_ON_RESUME = frozenset(
 """Keys and sections that a resumed run may change. Every other key, and any added later, has to stay."""
 
 
+GROUPS_PER_STEP = "-tbs/--train-batch-size x data-parallel size"
+"""What a fingerprint calls the number of groups per optimizer step."""
+
+
 def fingerprint(config: RunConfig) -> dict[str, Any]:
     """The settings of a resolved configuration that decide what a run computes, by key, as JSON holds them.
 
-    A state may be resumed only by a run with an equal fingerprint. `cluster.num_trainers` is part of it, since the
-    number of groups per step depends on it.
+    A state may be resumed only by a run with an equal fingerprint. The number of groups per step is part of it, but not
+    the layout of the trainer that it is the product of.
     """
     tree = to_tree(config)
     values = {path: functools.reduce(lambda node, key: node[key], path.split("."), tree) for path in fields.leaves()}
-    return {
-        path: value
-        for path, value in values.items()
-        if path == "cluster.num_trainers" or not {path, path.split(".")[0]} & _FREE_ON_RESUME
-    }
+    kept = {path: value for path, value in values.items() if not {path, path.split(".")[0]} & _FREE_ON_RESUME}
+    return {GROUPS_PER_STEP: config.groups_per_step, **kept}
 
 
 def compare_fingerprints(old: dict[str, Any], new: dict[str, Any]) -> str | None:

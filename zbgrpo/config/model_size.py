@@ -11,16 +11,34 @@ from typing import Any, NamedTuple
 from zbgrpo.errors import ModelError
 
 _MAX_HEADER_BYTES = 100 * 1024 * 1024  # the limit of the safetensors format
+_HEAD = "lm_head.weight"
 
 
 class ModelSize(NamedTuple):
-    """What an estimate of memory needs. A field is None where the folder does not say."""
+    """What an estimate of memory needs. A number is 0 where the folder does not say."""
 
-    num_parameters: int | None
-    hidden_size: int | None
-    vocab_size: int | None
-    kv_values_per_token: int | None
-    """Numbers that one token adds to the key-value cache: 2 x layers x key-value heads x head size."""
+    num_parameters: int
+    """Values in the safetensors files; a tied matrix counts once."""
+    hidden_size: int
+    intermediate_size: int
+    """Width of a layer's feed-forward part."""
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    is_tied: bool
+    """Whether embedding and head are one matrix."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of it is known."""
+        return all(self[:-1])
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers that one token adds to the key-value cache."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size
 
 
 def read_model_size(path: str) -> ModelSize | None:
@@ -29,15 +47,27 @@ def read_model_size(path: str) -> ModelSize | None:
     if not folder.is_dir():
         return None
     config = _read_config(folder / "config.json")
-    heads = config.get("num_attention_heads")
-    hidden, layers = config.get("hidden_size"), config.get("num_hidden_layers")
-    head_dim = config.get("head_dim") or (hidden // heads if hidden and heads else None)
-    kv_heads = config.get("num_key_value_heads") or heads
+    shapes = _all_shapes(folder)
+
+    def number(key: str) -> int:
+        value = config.get(key)
+        return value if isinstance(value, int) and value > 0 else 0
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    # Some folders hold a copy of a tied matrix; some say nothing, and what is not stored is tied.
+    is_tied = config.get("tie_word_embeddings") is True or _HEAD not in shapes
+    if is_tied:
+        shapes.pop(_HEAD, None)
     return ModelSize(
-        num_parameters=_count_parameters(folder),
+        num_parameters=sum(math.prod(shape) for shape in shapes.values()),
         hidden_size=hidden,
-        vocab_size=config.get("vocab_size"),
-        kv_values_per_token=2 * layers * kv_heads * head_dim if layers and kv_heads and head_dim else None,
+        intermediate_size=number("intermediate_size"),
+        vocab_size=number("vocab_size"),
+        num_layers=number("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=number("num_key_value_heads") or heads,
+        head_size=number("head_dim") or (hidden // heads if heads else 0),
+        is_tied=is_tied,
     )
 
 
@@ -51,12 +81,12 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _count_parameters(folder: Path) -> int | None:
-    """Values in all tensors of the folder's safetensors files; a tied tensor is stored once and counts once."""
+def _all_shapes(folder: Path) -> dict[str, list[int]]:
+    """Shapes of all tensors of the folder's safetensors files; a tied tensor is stored once."""
     shapes: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         shapes.update(_read_shapes(path))
-    return sum(math.prod(shape) for shape in shapes.values()) or None
+    return shapes
 
 
 def _read_shapes(path: Path) -> dict[str, list[int]]:

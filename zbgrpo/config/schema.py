@@ -50,6 +50,8 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     """Ranks that make up one producer (-ptp)."""
     consumer_python: Optional[str] = None
     """Interpreter that consumers run under (--consumer-python)."""
+    memory_gib: Optional[PositiveFloat] = None
+    """Memory of a rank's device, in GiB; --dry-run says what does not fit into it."""
     threads_per_rank: Optional[Positive] = None
     """CPU threads of each rank; the cores of the node shared among its ranks when left out."""
     timeout_seconds: PositiveFloat = 600.0
@@ -184,6 +186,10 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Gradients are scaled down to this global norm."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    offload_optimizer: bool = False
+    """Keep master weights and optimizer state in the memory of the host, where the update is made too."""
+    offload_reference: bool = False
+    """Keep the reference model in the memory of the host between its forward passes."""
     logprob_chunk_tokens: Positive = 256
     """Tokens whose logits exist at the same time."""
 

@@ -38,9 +38,6 @@ class NotAvailable(NamedTuple):
 
 NOT_AVAILABLE: tuple[NotAvailable, ...] = (
     NotAvailable("trainer.backend", lambda value: value == "colossalai", "use torch"),
-    NotAvailable("trainer.zero_stage", lambda value: value > 0, "use 0"),
-    NotAvailable("trainer.tensor_parallel_size", lambda value: value > 1, "use 1"),
-    NotAvailable("trainer.pipeline_parallel_size", lambda value: value > 1, "use 1"),
     NotAvailable("cluster.consumer_python", lambda value: value is not None, "leave it out"),
     NotAvailable("weights.transport", lambda value: value == "ipc", "use auto"),
 )

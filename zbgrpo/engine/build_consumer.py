@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zbgrpo.algorithms.packing import PackingRules
 from zbgrpo.algorithms.temperature import TemperatureSchedule
-from zbgrpo.checkpoint.model_folder import load_model, load_tokenizer
+from zbgrpo.checkpoint.model_folder import load_model, load_tokenizer, open_model
 from zbgrpo.config.load import to_tree
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.engine import startup
@@ -41,6 +41,8 @@ from zbgrpo.observe.metrics import MetricsWriter
 from zbgrpo.observe.progress import Progress, print_closing_table
 from zbgrpo.observe.timeledger import IMBALANCE, SHUTDOWN, STARTUP, TimeLedger
 from zbgrpo.observe.wandb_sink import require_wandb
+from zbgrpo.trainer.layout import Layout, check_tensor_parallel
+from zbgrpo.trainer.pipeline import check_pipeline_parallel
 from zbgrpo.trainer.schedule import schedule_steps
 from zbgrpo.trainer.torch_backend import TorchTrainer
 from zbgrpo.transport import messages as m
@@ -178,10 +180,19 @@ def _plan_address(rank: Rank, store: Any, parts: _Parts, nodes: list[int]) -> tu
 
 def _build_trainer(rank: Rank, groups: ProcessGroups, document: startup.Document, ledger: TimeLedger) -> TorchTrainer:
     config, device, dtype = rank.config, device_of(rank), dtype_of(rank.config)
-    model = load_model(config.model.path, dtype, device)
+    layout = Layout.of(groups.mesh)
+    # What a zero stage spreads are the float32 master weights; the weights that it gathers are made of them.
+    sharded = config.trainer.zero_stage > 0 and layout.mesh.dp > 1
+    spread = sharded or layout.mesh.tp > 1 or layout.mesh.pp > 1
+    load = open_model if spread else _load_whole  # what is spread is read piece by piece
+    model, files = load(config.model.path, torch.float32 if sharded else dtype, device)
+    if layout.mesh.tp > 1:
+        check_tensor_parallel(model, layout.mesh.tp, config.model.path)
+    if layout.mesh.pp > 1:
+        check_pipeline_parallel(model, layout.mesh.pp, config.model.path)
     reference = None
     if config.algorithm.kl_coeff:
-        reference = load_model(config.model.path, dtype, device).eval().requires_grad_(False)
+        reference = load(config.model.path, dtype, device)[0].eval().requires_grad_(False)
     return TorchTrainer(
         model,
         reference,
@@ -193,28 +204,36 @@ def _build_trainer(rank: Rank, groups: ProcessGroups, document: startup.Document
         num_schedule_steps=schedule_steps(config.data.num_episodes, document.num_schedule_rows, config.groups_per_step),
         group=groups.consumers,
         wait=lambda: ledger.phase(IMBALANCE),
+        layout=layout,
+        device=device,
+        files=files,
     )
+
+
+def _load_whole(path: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, None]:
+    return load_model(path, dtype, device), None
 
 
 def _build_publisher(
     rank: Rank, store: Any, groups: ProcessGroups, trainer: TorchTrainer, events: EventLog
 ) -> WeightPublisher | None:
-    if rank.env.rank != rank.topology.source_rank(rank.info.pp_index):
+    stage = rank.info.pp_index
+    if rank.env.rank != rank.topology.source_rank(stage):
         return None
     config, channel = rank.config, rank.channel
     assert channel is not None
-    manifest = WeightManifest.of(trainer.model, dtype_of(config), config.weights.bucket_bytes)
-    store.set(f"manifest/{rank.info.pp_index}", manifest.encode())
+    manifest = WeightManifest(trainer.weight_specs(), config.weights.bucket_bytes)
+    store.set(f"manifest/{stage}", manifest.encode())
 
     def sent(done: Sent) -> None:
-        events.append("published", version=done.version, digest=done.digest, seconds=done.seconds)
+        events.append("published", version=done.version, digest=done.digest, seconds=done.seconds, stage=stage)
         events.flush()
 
     return WeightPublisher(
-        groups.weights[rank.info.pp_index],
+        groups.weights[stage],
         rank.env.rank,
         manifest,
-        lambda broadcast, version: channel.send(m.WeightsStart(broadcast, version)),
+        lambda broadcast, version: channel.send(m.WeightsStart(broadcast, version, stage=stage)),
         device=device_of(rank) if config.weights.staging == "device" else torch.device("cpu"),
         timeout_seconds=config.weights.timeout_seconds,
         on_sent=sent,

@@ -39,6 +39,7 @@ from zbgrpo.rewards.prompts import default_stop_strings
 from zbgrpo.transport import messages as m
 from zbgrpo.transport.channel import Received
 from zbgrpo.weights.manifest import WeightManifest
+from zbgrpo.weights.staged import StagedSubscriber, stage_manifests
 from zbgrpo.weights.subscriber import WeightSubscriber
 
 logger = logging.getLogger(__name__)
@@ -78,18 +79,26 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Producer, Any]:
     log_start(rank, device)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
     model = load_model(config.model.path, dtype, device)
-    manifest = WeightManifest.of(model, dtype, config.weights.bucket_bytes)
-    manifest.check_equal(store.get("manifest/0"))
+    sent = [WeightManifest.decode(store.get(f"manifest/{stage}")) for stage in range(rank.topology.pp_size)]
+    whole = WeightManifest.of(model, dtype, config.weights.bucket_bytes)
+    manifests = stage_manifests(whole.specs, sent, config.weights.bucket_bytes)
     _tell_isolation(pool, config, events)
     backend = _build_backend(rank, model, tokenizer)
-    subscriber = WeightSubscriber(
-        groups.weights[0],
-        rank.topology.source_rank(0),
-        manifest,
-        backend.live_weights(),
-        device=device,
-        on_applied=lambda version, digest: events.append("live_digest", version=version, digest=digest),
-    )
+    live = backend.live_weights()
+
+    def subscribe(stage: int, manifest: WeightManifest) -> WeightSubscriber:
+        return WeightSubscriber(
+            groups.weights[stage],
+            rank.topology.source_rank(stage),
+            manifest,
+            {spec.name: live[spec.name] for spec in manifest.specs},
+            device=device,
+            on_applied=lambda version, digest: events.append(
+                "live_digest", version=version, digest=digest, stage=stage
+            ),
+        )
+
+    subscriber = StagedSubscriber([subscribe(stage, manifest) for stage, manifest in enumerate(manifests)])
     rank.channel = channel = make_channel(config, document, document.hub, rank.name)
     channel.deliver(m.WeightsStart, lambda received: _expect(subscriber, received))
     channel.start()
@@ -125,10 +134,10 @@ def _tell_isolation(pool: RewardPool, config: RunConfig, events: EventLog) -> No
     events.append("sandbox", level=isolation.level, mechanisms=isolation.mechanisms)
 
 
-def _expect(subscriber: WeightSubscriber, received: Received) -> None:
+def _expect(subscriber: StagedSubscriber, received: Received) -> None:
     message = received.message
     assert isinstance(message, m.WeightsStart)
-    subscriber.expect(message.version, message.hold)
+    subscriber.expect(message.stage, message.version, message.hold)
 
 
 def _build_backend(rank: Rank, model: Any, tokenizer: Any) -> InferenceBackend:

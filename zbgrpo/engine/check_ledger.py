@@ -161,7 +161,8 @@ class _Join:
 
     def __init__(self, config: RunConfig, hub: HubReplay, invariants: dict[str, Invariant], *, finished: bool) -> None:
         self.config, self.hub, self.invariants, self.finished = config, hub, invariants, finished
-        self.published: dict[int, str] = {}
+        self.published: dict[int, dict[int, str]] = {}
+        """Version -> pipeline stage -> digest."""
         self.saved_version = hub.restored[-1] if hub.restored else 0
         self.consumer_versions: list[int] = []
         self.max_lag: dict[int, int] = {}
@@ -254,7 +255,7 @@ class _ConsumerLog:
                 self._commit(event["version"], event["skipped"])
             case "published":
                 version, digest = event["version"], event["digest"]
-                known = self.join.published.setdefault(version, digest)
+                known = self.join.published.setdefault(version, {}).setdefault(event.get("stage", 0), digest)
                 text = "version {} was published with digest {} and again with {}"
                 self.join.expect("weights", digest == known, text, version, known, digest)
             case "saved" if self.rank == 0 and event["version"] in self.join.hub.snapshots:
@@ -313,7 +314,7 @@ class _ProducerLog:
             case "applied":
                 self._applied(event["version"], event["digest"])
             case "live_digest":
-                self._check_digest("live", event["version"], event["digest"])
+                self._check_digest("live", event["version"], event["digest"], event.get("stage", 0))
             case "sent" | "filtered" | "dropped" | "returned":
                 self._verdict(event)
 
@@ -333,12 +334,14 @@ class _ProducerLog:
         self.version, self.applied[version] = version, digest
         self._check_digest("applied", version, digest)
 
-    def _check_digest(self, what: str, version: int, digest: str) -> None:
+    def _check_digest(self, what: str, version: int, digest: str, stage: int | None = None) -> None:
+        """The digest of a stage, or of all of them."""
         published = self.join.published
         if version not in published and self.join.tolerates(version > max(published, default=-1)):
             return
         text = "rank {}: {} version {} has digest {}, published was {}"
-        known = published.get(version)
+        parts = published.get(version, {})
+        known = parts.get(stage) if stage is not None else "+".join(parts[s] for s in sorted(parts)) or None
         self.join.expect("weights", digest == known, text, self.rank, what, version, digest, known)
 
     def _verdict(self, event: Event) -> None:

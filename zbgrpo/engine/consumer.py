@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from zbgrpo.algorithms.temperature import TemperatureSchedule
@@ -19,6 +20,7 @@ from zbgrpo.config.schema import RunConfig
 from zbgrpo.engine import saving
 from zbgrpo.engine.recorder import Recorder
 from zbgrpo.errors import PeerLostError
+from zbgrpo.groups.process_groups import collective
 from zbgrpo.ledger.evaluation import EvaluationResult
 from zbgrpo.ledger.records import PlanEntry, PlanKind
 from zbgrpo.observe import timeledger as phases
@@ -80,8 +82,7 @@ class Consumer:
 
     def run(self) -> str:
         """The loop. Returns why the run ended (`end`, `stop`)."""
-        if self.publisher is not None:
-            self.publisher.publish(self.version, self.trainer.weights(), pinned=True)
+        self._publish(pinned=True)
         while True:
             entry, groups = self._next_entry()
             match entry.kind:
@@ -168,7 +169,7 @@ class Consumer:
 
     def _train(self, entry: PlanEntry, groups: list[TrainGroup]) -> None:
         self._trained_any = True
-        if self.reader.stop_ahead:
+        if self.reader.stop_ahead and not self.trainer.lockstep:
             # Work that STOP would throw away is left out; at the step's end the ranks agree that it has not happened.
             self._left_out = True
         else:
@@ -210,10 +211,10 @@ class Consumer:
         self.version = entry.version + 1
         self.channel.send(m.TimeReport(self.time.snapshot()), m.Committed(self.version, result.skipped))
         broadcast = None
-        if self.publisher is not None:
-            with self.time.phase(phases.BLOCKED_ON_WEIGHTS):
-                self.publisher.publish(self.version, self.trainer.weights(), pinned=entry.pin_version)
-            broadcast = self.publisher.last.seconds if self.publisher.last is not None else None
+        with self.time.phase(phases.BLOCKED_ON_WEIGHTS):
+            self._publish(pinned=entry.pin_version)
+        if self.publisher is not None and self.publisher.last is not None:
+            broadcast = self.publisher.last.seconds
         self.events.append("commit", version=self.version, skipped=result.skipped)
         logger.info("step %d: loss %.6g, gradient norm %.6g", self.version, result.loss, result.grad_norm)
         self.events.flush()
@@ -226,15 +227,33 @@ class Consumer:
                     self.recorder.rollouts(entry.version, self._sampled, self.tokenizer.decode)
                     self._sampled.clear()
 
+    def _publish(self, pinned: bool) -> None:
+        if self.trainer.mesh.pp > 1 and not self._is_chosen(pinned):
+            return
+        weights = self.trainer.weights()
+        if self.publisher is not None:
+            self.publisher.publish(self.version, weights, pinned or self.trainer.mesh.pp > 1)
+        elif self.trainer.lockstep:
+            for _ in weights:  # this rank's share of what the source gathers
+                pass
+
+    def _is_chosen(self, pinned: bool) -> bool:
+        """Whether this version travels: the first source decides, for all stages, so that they send the same ones.
+        It does if nothing is on its way from there, and in any case if it is `pinned`."""
+        idle = self.publisher is not None and self.publisher.is_idle
+        choice = torch.tensor(int(pinned or idle))
+        with collective("agreeing on the version to send"):
+            dist.broadcast(choice, src=0, group=self.group)
+        return bool(choice)
+
     # ------------------------------------------------------------------------------------------ saving
 
     def _save(self, version: int) -> None:
         if self._abandoned:
             return
         self._save_state(version)
-        if self.rank == 0:
-            with self.time.phase(phases.CHECKPOINT):
-                saving.save_model(self.config, self.trainer, self.tokenizer, version)
+        with self.time.phase(phases.CHECKPOINT):
+            saving.save_model(self.config, self.trainer, self.tokenizer, version)
 
     def _is_saved(self, version: int) -> bool:
         return version == self.saved_version and version > 0

@@ -283,7 +283,9 @@ class Hub:
         evaluators = self.evaluation.evaluators if self.spec.eval_rows else ()
         for producer in range(self.spec.num_producers):
             hold = producer in evaluators and self._is_due(message.version)
-            self.server.send(_producer(producer), m.WeightsStart(message.broadcast, message.version, hold))
+            self.server.send(
+                _producer(producer), m.WeightsStart(message.broadcast, message.version, hold, message.stage)
+            )
 
     def _is_due(self, version: int) -> bool:
         """Whether this version is or will be evaluated, so that its evaluators must stay with it."""

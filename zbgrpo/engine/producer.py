@@ -34,7 +34,7 @@ from zbgrpo.transport import messages as m
 from zbgrpo.transport.channel import Channel
 from zbgrpo.transport.wire import Buffer, group_header, join_groups, payload_crc, payload_views
 from zbgrpo.types import DropReason, FinishReason, GroupPayload, Uid
-from zbgrpo.weights.subscriber import WeightSubscriber
+from zbgrpo.weights.staged import StagedSubscriber
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Producer:
         pool: RewardPool,
         prompts: PromptSource,
         channel: Channel,
-        subscriber: WeightSubscriber,
+        subscriber: StagedSubscriber,
         ledger: TimeLedger,
         profiler: Profiler,
         events: EventLog,

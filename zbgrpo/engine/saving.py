@@ -68,8 +68,11 @@ def save_state(
 
 
 def save_model(config: RunConfig, trainer: TrainerBackend, tokenizer: Any, version: int) -> None:
-    """Write step-N; on one rank."""
-    write_folder(save_folder(config) / f"step-{version}", lambda folder: trainer.save_model(folder, tokenizer))
+    """Write step-N on rank 0; all consumers take part."""
+    weights = trainer.gather_model()
+    if weights is not None:
+        final = save_folder(config) / f"step-{version}"
+        write_folder(final, lambda folder: trainer.save_model(folder, tokenizer, weights))
 
 
 def _barrier(group: dist.ProcessGroup | None) -> None:

@@ -3,6 +3,7 @@
     world      all ranks                                       start-up and the last barrier
     consumers  ranks 0 .. num_trainers - 1                     gradients, checkpoints
     producers  the other ranks
+    dp, pp, tp lines of the consumers' mesh                    sharded weights, stages, tensor parallelism
     weights/i  source consumer of pipeline stage i + producers broadcasts, from a background thread
 
 Every group has its own connections and its own timeout, so that a broadcast never waits for a gradient.
@@ -14,6 +15,7 @@ which takes CUDA tensors too (through host memory).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +43,8 @@ class ProcessGroups:
     producers: dist.ProcessGroup
     weights: list[dist.ProcessGroup]
     """By pipeline stage."""
+    mesh: Any
+    """A `DeviceMesh` with the axes dp, pp and tp over the consumers; None on producers and with a single consumer."""
 
 
 def connect(env: TorchrunEnv, config: RunConfig) -> Store:
@@ -81,7 +85,32 @@ def make_groups(store: Store, topology: Topology, config: RunConfig) -> ProcessG
             _new_group(list(topology.weights_ranks(stage)), weights_timeout, for_weights)
             for stage in range(topology.pp_size)
         ],
+        make_mesh(
+            (topology.dp_size, topology.pp_size, topology.tp_size),
+            timeout,
+            group_backend([gpus[rank] for rank in consumers]),
+        ),
     )
+
+
+def make_mesh(sizes: tuple[int, int, int], timeout: timedelta, backend: str) -> Any:
+    """The (dp, pp, tp) mesh of the lowest ranks of the world, tp fastest. Every rank of the world calls this; those
+    outside of the mesh get None, and so does everybody if it has a single rank."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    ranks = torch.arange(math.prod(sizes)).view(sizes)
+    if ranks.numel() == 1:
+        return None
+    me, own = dist.get_rank(), []
+    for axis in range(len(sizes)):
+        for line in ranks.movedim(axis, -1).reshape(-1, sizes[axis]).tolist():
+            group = _new_group(line, timeout, backend)
+            if me in line:
+                own.append(group)
+    if not own:
+        return None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return DeviceMesh.from_group(own, device, mesh=ranks, mesh_dim_names=("dp", "pp", "tp"))
 
 
 def group_backend(gpus: Sequence[str]) -> str:

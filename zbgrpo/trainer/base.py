@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from zbgrpo.types import GroupPayload
+from zbgrpo.weights.manifest import TensorSpec
 
 
 class Mesh(NamedTuple):
@@ -40,7 +41,7 @@ class TrainerBackend(Protocol):
 
     def train_minibatch(self, groups: Sequence[GroupPayload], version: int, temperatures: Sequence[float]) -> None:
         """Add the gradients of this rank's groups, which train `version`, each at the temperature that it was sampled
-        at. No other rank is waited for."""
+        at. Unless `lockstep`, no other rank is waited for."""
 
     def commit(self, abandon: bool = False) -> StepResult | None:
         """Finish the optimizer step together with all other ranks. Raises `NonFiniteError` after five skipped steps
@@ -52,8 +53,17 @@ class TrainerBackend(Protocol):
     def discard(self) -> None:
         """Forget the gradients of the open step."""
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """The weights as they travel to producers, by Hugging Face names, tied ones once."""
+    @property
+    def lockstep(self) -> bool:
+        """Whether ranks wait for each other within a minibatch, so that none may leave one out by itself."""
+
+    def weight_specs(self) -> list[TensorSpec]:
+        """Names, shapes and dtypes of `weights`, in its order."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights of this rank's pipeline stage as they travel to producers: Hugging Face names, tied ones once,
+        whole. Every rank goes through all of it, for tensors that are spread are gathered one by one; each is to be
+        copied before the next is asked for."""
 
     def save_state(self, folder: Path) -> None:
         """Write weights and optimizer of the last commit; all ranks take part."""
@@ -61,5 +71,9 @@ class TrainerBackend(Protocol):
     def load_state(self, folder: Path, version: int) -> None:
         """Go on exactly where `save_state` was called; all ranks take part."""
 
-    def save_model(self, folder: Path, tokenizer: Any) -> None:
-        """Write a Hugging Face folder; called on the first rank only."""
+    def gather_model(self) -> dict[str, Tensor] | None:
+        """All weights of the whole model, as `weights` names them, on the first rank; None on the others. All ranks
+        take part."""
+
+    def save_model(self, folder: Path, tokenizer: Any, weights: dict[str, Tensor]) -> None:
+        """Write a Hugging Face folder with what `gather_model` gave; on the first rank only."""

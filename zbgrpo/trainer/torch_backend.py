@@ -1,13 +1,13 @@
-"""The `torch` trainer: data parallel, packed sequences, float32 gradients and master weights.
+"""The `torch` trainer: packed sequences, float32 gradients and master weights, spread over a (dp, pp, tp) mesh.
 
-One optimizer step: `train_minibatch` adds gradient sums into one flat float32 buffer; `commit` adds the buffers of
-all ranks, divides once by the step's denominator, clips, and lets AdamW change the master weights.
+One optimizer step: `train_minibatch` adds gradient sums; `commit` adds those of all ranks, divides once by the step's
+denominator, clips, and lets AdamW change the master weights. `layout.py` says what each axis does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbgrpo.algorithms.logprobs import token_logprobs
 from zbgrpo.algorithms.losses import LOSS_STATISTICS, LossConfig, policy_loss
 from zbgrpo.algorithms.packing import STATISTICS, Microbatch, PackingRules, pack
 from zbgrpo.checkpoint import model_folder
+from zbgrpo.checkpoint.weight_files import WeightFiles
 from zbgrpo.config.schema import AlgorithmConfig, TrainerConfig
 from zbgrpo.errors import NonFiniteError
 from zbgrpo.groups.process_groups import collective
-from zbgrpo.trainer.base import Mesh, StepResult
+from zbgrpo.trainer.base import StepResult
+from zbgrpo.trainer.layout import (
+    ALONE,
+    Layout,
+    full_tensor,
+    names_once,
+    shard_data_parallel,
+    spread_layer,
+    spread_vocabulary,
+)
+from zbgrpo.trainer.parameters import ShardedParameters, TrainedParameters, WholeParameters
+from zbgrpo.trainer.pipeline import Pipeline, keep_stage, own_ends, own_layers, stage_of
+from zbgrpo.trainer.policy import Policy
 from zbgrpo.trainer.schedule import learning_rate
 from zbgrpo.types import GroupPayload
-from zbgrpo.weights.manifest import named_weights
+from zbgrpo.weights.manifest import TensorSpec, named_weights
 
 MAX_SKIPPED_STEPS = 5
 _DEVICE_SUMS = (*LOSS_STATISTICS, "loss", "denominator", "entropy", "gap", "gap_tokens")
 _ABANDONED = "abandoned"  # ranks that have left out work of the step, because a stop is due
 _MAXIMA = ("lag_max",)  # statistics that are not summed over ranks but maximised
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class TorchTrainer:
@@ -47,57 +60,153 @@ class TorchTrainer:
         num_schedule_steps: int,
         group: dist.ProcessGroup | None,
         wait: Callable[[], Any],
+        layout: Layout = ALONE,
+        device: torch.device | None = None,
+        files: WeightFiles | None = None,
     ) -> None:
-        """`model` and `reference` (with KL only) are on this rank's device; `wait()` is a context manager around
-        waiting for other ranks; `group` None means this rank alone."""
-        self.mesh = Mesh(dist.get_world_size(group) if group is not None else 1, 1, 1)
-        self.model, self._reference, self._config = model.train(), reference, config
+        """`model` and `reference` (with KL only) are whole and on this rank's device, or without weights, which `files`
+        has and `device` is to hold then; the model is in float32 if a zero stage spreads it. `wait()` is a context
+        manager around waiting for other ranks; `group`: all consumers, None means this rank alone."""
+        self.mesh, self.layout, self._config = layout.mesh, layout, config
+        self.model = model.train()
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self._device = next(model.parameters()).device
+        self._device = device or next(model.parameters()).device
         self._rules, self._group, self._wait = rules, group, wait
         self._num_schedule_steps = num_schedule_steps
         self._loss = _loss_config(algorithm)
         self._step = self._skipped_in_a_row = 0
         self._host_sums = dict.fromkeys(STATISTICS, 0.0)
         self._device_sums = torch.zeros(len(_DEVICE_SUMS), dtype=torch.float64, device=self._device)
-        self._prepare_gradients()
+        self._zero_stage = config.zero_stage if layout.mesh.dp > 1 else 0
+        self._dtype = _DTYPES[config.precision] if self._zero_stage else next(model.parameters()).dtype
+        self._origins = {
+            name: (stage_of(name, model, self.mesh.pp), tensor.shape, self._travels_as(tensor))
+            for name, tensor in named_weights(model)
+        }
+        self._policy, self.parameters = self._spread(model, files)
+        self._reference = self._place_reference(reference, files)
+        self._pipeline = None
+        if layout.mesh.pp > 1:
+            width = model.config.get_text_config().hidden_size
+            self._pipeline = Pipeline(layout, width, self._dtype, self._device)
         # The fused kernel reads and writes each value once; it exists for float32 on CPU and CUDA.
         self._optimizer = torch.optim.AdamW(
             list(self._masters.values()), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
         )
 
-    def _prepare_gradients(self) -> None:
-        """One flat float32 buffer for all gradients, and a float32 master of every trained parameter."""
-        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._gradients = torch.zeros(sum(p.numel() for p in parameters.values()), device=self._device)
-        self._masters: dict[str, Tensor] = {}
-        offset = 0
-        for name, parameter in parameters.items():
-            view = self._gradients[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
-            if parameter.dtype == torch.float32:
-                self._masters[name] = parameter
-                parameter.grad = view  # autograd adds into it in place
-            else:
-                master = parameter.detach().float().clone().requires_grad_()
-                master.grad = view
-                self._masters[name] = master
-                parameter.register_post_accumulate_grad_hook(_AddInto(view))
-        self._parameters = parameters
+    def _spread(self, model: Any, files: WeightFiles | None) -> tuple[Policy, TrainedParameters]:
+        tied = self._names_of_tied(model)
+        on_host = self._config.offload_optimizer
+        policy, summed = self._place(model, files, self._dtype, self._zero_stage, on_host)
+        # Where weights are spread, these are the tensors that stay spread; what a module shows can be gathered.
+        self._weights = dict(named_weights(model))
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if tied is not None and self.mesh.pp > 1 and self.layout.is_last_stage:
+            embedding, head = tied
+            del self._weights[head]  # the first stage sends it
+            named[embedding] = named.pop(head)
+        kind = ShardedParameters if self._zero_stage else WholeParameters
+        shared = tied[0] if tied is not None and self.mesh.pp > 1 else None
+        return policy, kind(names_once(named), self.layout, self._group, frozenset(summed), shared, on_host)
+
+    def _names_of_tied(self, model: Any) -> tuple[str, str] | None:
+        """Names of the weights of embedding and head, where they are one; None where they are two."""
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        if embedding is not head:
+            return None
+        names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is embedding]
+        return names[0], names[-1]
+
+    def _place(
+        self, model: Any, files: WeightFiles | None, dtype: torch.dtype, zero_stage: int, on_host: bool
+    ) -> tuple[Policy, set[str]]:
+        """Leave to this rank what it keeps of a model, filled from `files` if it has no weights yet. Also the names of
+        the parameters whose gradients are to be summed over the tp axis."""
+        layout, summed = self.layout, set[str]()
+        tied = self._names_of_tied(model)
+        if layout.mesh.pp > 1:
+            keep_stage(model, layout)
+        for name, layer in own_layers(model).items():
+            if files is not None:
+                files.fill(layer, name, self._device)
+            if layout.mesh.tp > 1:
+                summed |= spread_layer(model, name, layer, layout)
+            if zero_stage:
+                shard_data_parallel(layer, layout, zero_stage, dtype, on_host)
+        if files is not None:
+            files.fill(model, "", self._device, {} if tied is None else {tied[1]: tied[0]})
+        if layout.mesh.tp > 1:
+            spread_vocabulary(*own_ends(model), layout)
+        policy = Policy(model, dtype, self._config.logprob_chunk_tokens, layout)
+        if zero_stage:
+            shard_data_parallel(policy, layout, zero_stage, dtype, on_host)
+        return policy, summed
+
+    def _place_reference(self, reference: Any | None, files: WeightFiles | None) -> Policy | None:
+        if reference is None:
+            return None
+        dtype = next(reference.parameters()).dtype
+        zero_stage, on_host = 3 if self._zero_stage == 3 else 0, self._config.offload_reference
+        policy, _ = self._place(reference, files, dtype, zero_stage, on_host)
+        self._reference_moves = on_host and not zero_stage  # what is sharded moves by itself
+        return policy.cpu() if self._reference_moves else policy
+
+    def _travels_as(self, tensor: Tensor) -> torch.dtype:
+        return self._dtype if tensor.is_floating_point() else tensor.dtype
+
+    @property
+    def _masters(self) -> dict[str, Tensor]:
+        return self.parameters.masters
+
+    @property
+    def lockstep(self) -> bool:
+        return self._zero_stage > 0 or self.mesh.tp > 1 or self.mesh.pp > 1
 
     # ------------------------------------------------------------------------------------------ one step
 
     def train_minibatch(self, groups: Sequence[GroupPayload], version: int, temperatures: Sequence[float]) -> None:
-        for microbatch in pack(groups, version, self._rules, temperatures):
-            self._train_microbatch(microbatch.to(self._device))
+        batches = [batch.to(self._device) for batch in pack(groups, version, self._rules, temperatures)]
+        references = self._references(batches)
+        if self._pipeline is None:
+            for number, (batch, reference) in enumerate(zip(batches, references, strict=True)):
+                self._before_backward(number, len(batches))
+                self._train_microbatch(batch, reference)
+            return
 
-    def _train_microbatch(self, batch: Microbatch) -> None:
-        logprobs, entropy = self._logprobs(self.model, batch, with_entropy=True)
-        reference = None
-        if self._reference is not None:
-            with torch.no_grad():
-                reference, _ = self._logprobs(self._reference, batch, with_entropy=False)
+        def loss(number: int, logprobs: Tensor, entropy: Tensor) -> Tensor:
+            return self._loss_of(batches[number], logprobs, entropy, references[number])
+
+        self._pipeline.train(self._policy, batches, loss, lambda number: self._before_backward(number, len(batches)))
+
+    @torch.no_grad()
+    def _references(self, batches: Sequence[Microbatch]) -> list[Tensor | None]:
+        """Log-probs of the reference model, where there is one and this rank computes them."""
+        nothing: list[Tensor | None] = [None] * len(batches)
+        if self._reference is None:
+            return nothing
+        if self._reference_moves:
+            self._reference.to(self._device)
+        if self._pipeline is not None:
+            found: list[Tensor] = self._pipeline.forward(self._reference, batches)
+        else:
+            found = [self._reference(batch, with_entropy=False)[0] for batch in batches]
+        if self._reference_moves:
+            self._reference.cpu()
+        return [*found] or nothing
+
+    def _before_backward(self, number: int, count: int) -> None:
+        if self._zero_stage == 1:  # gradients stay whole until they are complete for this minibatch
+            self._policy.set_requires_gradient_sync(number == count - 1)  # type: ignore[operator]
+
+    def _train_microbatch(self, batch: Microbatch, reference: Tensor | None = None) -> None:
+        logprobs, entropy = self._policy(batch)
+        self._loss_of(batch, logprobs, entropy, reference).backward()  # type: ignore[no-untyped-call]
+
+    def _loss_of(self, batch: Microbatch, logprobs: Tensor, entropy: Tensor, reference: Tensor | None) -> Tensor:
+        """Sum of the loss over a microbatch, whose statistics are added to those of the step.
+
+        Nothing is read here: the host goes on to the next microbatch while the device works on this one."""
         sums = policy_loss(
             logprobs,
             batch.old_logprobs,
@@ -108,8 +217,6 @@ class TorchTrainer:
             self._loss,
             reference,
         )
-        sums.loss.backward()  # type: ignore[no-untyped-call]
-        # Nothing is read here: the host goes on to the next microbatch while the device works on this one.
         gap = torch.where(batch.on_policy, (logprobs.detach() - batch.old_logprobs).abs(), 0.0)
         values = sums.stats | {
             "loss": sums.loss.detach(),
@@ -122,45 +229,26 @@ class TorchTrainer:
         for name, value in batch.stats.items():
             old = self._host_sums[name]
             self._host_sums[name] = max(old, value) if name in _MAXIMA else old + value
-
-    def _logprobs(self, model: Any, batch: Microbatch, with_entropy: bool) -> tuple[Tensor, Tensor]:
-        head = model.get_output_embeddings()
-        hidden = model.get_decoder()(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask(head.weight.dtype),
-            use_cache=False,
-        ).last_hidden_state
-        return token_logprobs(
-            hidden.flatten(0, 1)[batch.rows],
-            head.weight,
-            batch.targets,
-            batch.temperature,
-            self._config.logprob_chunk_tokens,
-            head.bias,
-            with_entropy,
-        )
+        return sums.loss
 
     def commit(self, abandon: bool = False) -> StepResult | None:
         sums = self._reduce_sums(abandon)
         if sums.pop(_ABANDONED) > 0:
             self.discard()
             return None
-        if self._group is not None and self.mesh.dp > 1:
-            with collective("adding up gradients"):
-                dist.all_reduce(self._gradients, group=self._group)
+        self.parameters.add_up()
         denominator = sums["denominator"]
         rate = learning_rate(self._config.learning_rate, self._step, self._num_schedule_steps, self._config.schedule)
         norm = float("nan")
         if denominator > 0:
-            self._gradients.div_(denominator)
-            norm = float(torch.linalg.vector_norm(self._gradients))
+            self.parameters.scale(1.0 / denominator)
+            norm = self.parameters.norm()
         self._step += 1
         finite = math.isfinite(norm) and math.isfinite(sums["loss"])
         if finite:
             self._skipped_in_a_row = 0
             if norm > self._config.max_grad_norm:
-                self._gradients.mul_(self._config.max_grad_norm / norm)
+                self.parameters.scale(self._config.max_grad_norm / norm)
             self._apply(rate)
         elif denominator > 0:
             self._skipped_in_a_row += 1
@@ -176,8 +264,10 @@ class TorchTrainer:
     def _reduce_sums(self, abandon: bool) -> dict[str, float]:
         """Sums over all ranks. The first thing that ranks do together in a step: waiting here is imbalance."""
         sums = self._host_sums | dict(zip(_DEVICE_SUMS, self._device_sums.tolist(), strict=True))
+        if not self.layout.counts:
+            sums = dict.fromkeys(sums, 0.0)
         sums[_ABANDONED] = float(abandon)
-        if self._group is None or self.mesh.dp == 1:
+        if self._group is None:
             return sums
         names = sorted(sums)
         added = torch.tensor([sums[n] for n in names], dtype=torch.float64)
@@ -190,34 +280,48 @@ class TorchTrainer:
     def _apply(self, rate: float) -> None:
         for settings in self._optimizer.param_groups:
             settings["lr"] = rate
+        if self._zero_stage:
+            self._reshard()
+        self.parameters.hand_over()
         self._optimizer.step()
         with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                if parameter is not self._masters[name]:
-                    parameter.copy_(self._masters[name])
+            self.parameters.wrote_masters()
 
     def discard(self) -> None:
-        self._gradients.zero_()
+        self.parameters.discard()
         self._host_sums = dict.fromkeys(STATISTICS, 0.0)
         self._device_sums.zero_()
 
+    def _reshard(self) -> None:
+        """Let go of gathered weights: the next forward pass gathers them anew, as the optimizer left them."""
+        for module in (*own_layers(self.model).values(), self._policy):
+            module.reshard()  # type: ignore[operator]
+
     # ------------------------------------------------------------------------------------------ weights and state
 
-    def weights(self) -> Mapping[str, Tensor]:
-        return dict(named_weights(self.model))
+    def weight_specs(self) -> list[TensorSpec]:
+        return [
+            TensorSpec(name, list(tensor.shape), str(self._travels_as(tensor)).removeprefix("torch."))
+            for name, tensor in self._weights.items()
+        ]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._weights.items():
+            yield name, full_tensor(tensor, self._dtype)
 
     def _state(self) -> dict[str, Any]:
         moments: dict[str, dict[str, Tensor]] = {"exp_avg": {}, "exp_avg_sq": {}}
         for name, master in self._masters.items():
             state = self._optimizer.state.setdefault(master, {})
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=self._device)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
             for moment, tensors in moments.items():
                 tensors[name] = state[moment]
         updates = next(iter(self._optimizer.state.values()))["step"]
         counters = torch.tensor([self._step, self._skipped_in_a_row, int(updates)], dtype=torch.int64)
-        return {"master": {n: m.detach() for n, m in self._masters.items()}, **moments, "counters": counters}
+        parts = {"master": {name: master.detach() for name, master in self._masters.items()}, **moments}
+        return {key: self.parameters.spread_as(tensors) for key, tensors in parts.items()} | {"counters": counters}
 
     def save_state(self, folder: Path) -> None:
         import torch.distributed.checkpoint as dcp  # loads slowly
@@ -229,6 +333,8 @@ class TorchTrainer:
     def load_state(self, folder: Path, version: int) -> None:
         import torch.distributed.checkpoint as dcp  # loads slowly
 
+        if self._zero_stage:
+            self._reshard()
         state = self._state()
         dcp.load(  # type: ignore[attr-defined]
             state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None
@@ -236,25 +342,33 @@ class TorchTrainer:
         self._step, self._skipped_in_a_row, updates = state["counters"].tolist()
         assert self._step == version, f"state of step {self._step} in a folder of version {version}"
         with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                self._optimizer.state[self._masters[name]]["step"].fill_(updates)
-                if parameter is not self._masters[name]:
-                    parameter.copy_(self._masters[name])
+            for master in self._masters.values():
+                self._optimizer.state[master]["step"].fill_(updates)
+            self.parameters.wrote_masters()
 
-    def save_model(self, folder: Path, tokenizer: Any) -> None:
-        model_folder.save_model(folder, self.model, tokenizer, dict(self.weights()))
+    def gather_model(self) -> dict[str, Tensor] | None:
+        is_first = self._group is None or dist.get_rank(self._group) == 0
+        if not is_first and not self.lockstep:
+            return None
+        line = self.layout.group("pp") if self.layout.dp_index == self.layout.tp_index == 0 else None
+        weights: dict[str, Tensor] = {}
+        with collective("gathering the model"):
+            for name, tensor in self.weights():
+                if is_first:
+                    weights[name] = tensor.cpu()
+                elif line is not None:
+                    dist.send(tensor.contiguous(), group=line, group_dst=0)
+            if not is_first:
+                return None
+            for name, (stage, shape, dtype) in self._origins.items():
+                if stage > 0:
+                    received = torch.empty(shape, dtype=dtype, device=self._device)
+                    dist.recv(received, group=line, group_src=stage)
+                    weights[name] = received.cpu()
+        return {name: weights[name] for name in self._origins}
 
-
-class _AddInto:
-    """Hook: move a parameter's fresh gradient into a float32 buffer and drop it."""
-
-    def __init__(self, buffer: Tensor) -> None:
-        self._buffer = buffer
-
-    def __call__(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self._buffer.add_(parameter.grad)
-        parameter.grad = None
+    def save_model(self, folder: Path, tokenizer: Any, weights: dict[str, Tensor]) -> None:
+        model_folder.save_model(folder, self.model, tokenizer, weights)
 
 
 def _loss_config(algorithm: AlgorithmConfig) -> LossConfig:

@@ -119,12 +119,14 @@ class SnapshotRequest(Struct, frozen=True, tag=True):
 
 
 class WeightsStart(Struct, frozen=True, tag=True):
-    """First source -> hub -> producers: broadcast number `broadcast` begins now and carries this version."""
+    """Source of a stage -> hub -> producers: broadcast number `broadcast` of that stage begins now and carries this
+    version."""
 
     broadcast: int
     version: int
     hold: bool = False
     """Set by the hub for evaluators of a version that is due: apply it, and stay with it until `ReleaseVersion`."""
+    stage: int = 0
 
 
 class BroadcastsDone(Struct, frozen=True, tag=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -79,14 +79,19 @@ class WeightPublisher:
         self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
         self._thread.start()
 
-    def publish(self, version: int, weights: Mapping[str, Tensor], pinned: bool = False) -> None:
-        """Copy the weights and return; they are sent in the background, newest first. Raises an earlier failure."""
+    def publish(self, version: int, weights: Iterable[tuple[str, Tensor]], pinned: bool = False) -> None:
+        """Copy the weights, each as it comes, and return; they are sent in the background, newest first. Raises an
+        earlier failure, and `WeightSyncError` if the names are not those of the manifest."""
         start = time.monotonic()
         with self._condition:
             staging = self._claim(start)
         with torch.no_grad():
-            for name, view in staging.views.items():
-                view.copy_(weights[name].detach(), non_blocking=True)
+            names = set()
+            for name, tensor in weights:
+                staging.views[name].copy_(tensor.detach(), non_blocking=True)
+                names.add(name)
+        if names != staging.views.keys():
+            raise WeightSyncError(f"version {version} lacks {sorted(staging.views.keys() - names)[:5]}")
         if torch.cuda.is_available():
             staging.ready = torch.cuda.Event()
             staging.ready.record()
@@ -109,6 +114,12 @@ class WeightPublisher:
             self._condition.wait(1.0)
             if time.monotonic() - start > self._timeout_seconds:
                 raise WeightSyncError(f"no broadcast has finished within {self._timeout_seconds:.0f} s")
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything that was published has been sent."""
+        with self._condition:
+            return all(staging.state == "FREE" for staging in self._staging)
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until everything published has been sent; False if that took too long. Raises a failure."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,10 @@ class WeightSubscriber:
         if self._failure is not None:
             raise self._failure
         return self._ready
+
+    def held(self) -> AbstractContextManager[Any]:
+        """Inside it, what is READY stays so."""
+        return self._lock
 
     def apply(self) -> Incoming | None:
         """Generate with the READY version from now on; None if there is none. Takes no copy: storages change places.
