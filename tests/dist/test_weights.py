@@ -76,7 +76,7 @@ def coalescing(rank: int, store: Any, group: Any) -> Any:
     source = Source(group, store, torch.float32, before_sending=hold_the_first)
     publisher = source.publisher
     reused = dict(named_weights(Net(1)))
-    publisher.publish(1, reused)
+    publisher.publish(1, reused.items())
     assert sending.wait(TIMEOUT_SECONDS)
     with torch.no_grad():  # training goes on in the same tensors
         for tensor in reused.values():
