@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 
 from zbgrpo.config.dryrun import count_rows, describe_plan
@@ -18,6 +19,8 @@ from zbgrpo.config.schema import RunConfig
 from zbgrpo.errors import EXIT_USER_ERROR, ConfigError, UserError
 from zbgrpo.topology.env import TorchrunEnv, available_cores, read_torchrun_env, set_thread_env
 from zbgrpo.topology.roles import threads_per_rank
+
+_PATIENCE_SECONDS = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,13 +41,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{' '.join([str(loaded.config.world_size), '-m zbgrpo.launch', *arguments])}"
             )
     except UserError as error:
-        if first:
-            print(f"zbgrpo: {error}", file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
+        return _user_error(error, first)
     if first:
         for line in (*loaded.notes, *loaded.warnings):
             print(f"zbgrpo: {line}", file=sys.stderr, flush=True)
     return _start(loaded.config, env)
+
+
+def _user_error(error: UserError, first: bool) -> int:
+    """Every rank has found the same mistake, and one says so. The others give it time: the launcher ends all ranks as
+    soon as one of them has failed, this sleep included."""
+    if first:
+        print(f"zbgrpo: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_PATIENCE_SECONDS)
+    return EXIT_USER_ERROR
 
 
 def _start(config: RunConfig, env: TorchrunEnv) -> int:
@@ -55,9 +66,7 @@ def _start(config: RunConfig, env: TorchrunEnv) -> int:
     try:
         version = finished_at(config)
     except UserError as error:
-        if env.rank == 0:
-            print(f"zbgrpo: {error}", file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
+        return _user_error(error, env.rank == 0)
     if version is not None:
         if env.rank == 0:
             print(
