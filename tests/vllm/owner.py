@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+READY = "the engine is ready:"
+
 
 def main(running_cache: str) -> None:
     from tests.support.engines import MAX_PROMPT_TOKENS, Endless, no_end, prompts_of, request_of, vllm_settings
@@ -16,7 +18,7 @@ def main(running_cache: str) -> None:
     settings = vllm_settings(model, running_cache=running_cache)
     backend = VllmBackend(model, Endless(tiny_tokenizer()), config, (), MAX_PROMPT_TOKENS, settings)
     backend.weights_changed(0)
-    print(backend._engine._owner.folder, *backend.engine_processes, flush=True)
+    print(READY, backend._engine._owner.folder, *backend.engine_processes, flush=True)
     key = 0
     while True:
         if backend.num_unstarted < 4:

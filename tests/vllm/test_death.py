@@ -26,6 +26,7 @@ from tests.support.engines import (
 )
 from tests.support.models import perturbed, tiny_tokenizer
 from tests.support.models import tiny_model as tiny_model_of
+from tests.vllm.owner import READY
 from zbgrpo.config.schema import InferenceConfig
 from zbgrpo.errors import InfrastructureError
 from zbgrpo.inference.base import Response
@@ -151,7 +152,8 @@ def test_nobody_stays_when_the_rank_is_killed(how: signal.Signals) -> None:
     )
     try:
         assert owner.stdout is not None
-        folder, *numbers = owner.stdout.readline().split()
+        said = next(line for line in owner.stdout if line.startswith(READY))  # vLLM says a line of its own now and then
+        folder, *numbers = said.removeprefix(READY).split()
         processes = [int(text) for text in numbers]
         assert Path(folder).is_dir()
         assert len(processes) == 2 and all(is_alive(p) for p in processes)
