@@ -38,6 +38,7 @@ def backends(monkeypatch: pytest.MonkeyPatch, config: RunConfig, gpus: list[str]
         store.set(f"gpu/{rank}", gpu)
     made: list[tuple[list[int], str]] = []
     monkeypatch.setattr(process_groups, "_new_group", lambda ranks, timeout, backend: made.append((ranks, backend)))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     process_groups.make_groups(store, Topology.build(config, 4), config)
     return made
 
@@ -57,7 +58,9 @@ def test_nccl_only_between_ranks_with_a_gpu_each(
     monkeypatch: pytest.MonkeyPatch, gpus: list[str], consumers: str, producers: str, weights: str
 ) -> None:
     made = backends(monkeypatch, config_of(), gpus)
-    assert made == [([0, 1], consumers), ([2, 3], producers), ([0, 2, 3], weights)]
+    assert made[:3] == [([0, 1], consumers), ([2, 3], producers), ([0, 2, 3], weights)]
+    lines = [[0, 1], [0], [1], [0], [1]]  # of the consumers' mesh: dp, then pp and tp, which have one rank each
+    assert made[3:] == [(line, consumers) for line in lines]
 
 
 @pytest.mark.parametrize("gpus", [OWN, TRAINERS_SHARE, NONE])
