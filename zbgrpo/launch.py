@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 from zbgrpo.config.dryrun import count_rows, describe_plan
+from zbgrpo.config.flags import label
 from zbgrpo.config.load import LoadedConfig, load_config
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.errors import EXIT_USER_ERROR, ConfigError, UserError
@@ -40,12 +41,29 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "not started by torchrun; use: torchrun --nproc-per-node "
                 f"{' '.join([str(loaded.config.world_size), '-m zbgrpo.launch', *arguments])}"
             )
+        python = _other_interpreter(loaded.config, env)
     except UserError as error:
         return _user_error(error, first)
     if first:
         for line in (*loaded.notes, *loaded.warnings):
             print(f"zbgrpo: {line}", file=sys.stderr, flush=True)
+    if python is not None:
+        os.execv(python, [python, "-u", "-m", "zbgrpo.launch", *arguments])  # before anything heavy is loaded
     return _start(loaded.config, env)
+
+
+def _other_interpreter(config: RunConfig, env: TorchrunEnv) -> str | None:
+    """The interpreter that this rank is to run under (--consumer-python), unless it does. Raises ConfigError."""
+    python = config.cluster.consumer_python
+    if python is None or env.rank >= (config.cluster.num_trainers or 0):
+        return None
+    path = os.path.abspath(os.path.expanduser(python))  # not resolved: the python of an environment is a link
+    if not os.access(path, os.X_OK):
+        raise ConfigError(
+            f"{label('cluster.consumer_python')}: {python} is no interpreter that can be started; give the path of one "
+            "(.venv-colossalai/bin/python after `bash launch/install.sh colossalai`)"
+        )
+    return path if path != os.path.abspath(sys.executable) else None
 
 
 def _user_error(error: UserError, first: bool) -> int:

@@ -35,6 +35,7 @@ def _ends_with(finished: Finished, *culprits: str) -> None:
         ("-tbs 4 -tMbs 3", ["4", "3", "-tbs"]),
         ("-cbsl 2", ["-cbsl", "2", "4"]),
         ("-rt reward.py:missing", ["reward.py:missing"]),
+        ("--consumer-python nowhere/python", ["nowhere/python", "install.sh colossalai"]),
     ],
 )
 def test_bad_flag(workplace: Path, flags: str, culprits: list[str]) -> None:

@@ -68,7 +68,6 @@ def test_bad_combination_names_the_flag_and_the_numbers(argv: list[str], culprit
     [
         (["--trainer", "colossalai"], "--trainer"),
         (["--weight-transport", "ipc"], "--weight-transport"),
-        (["--consumer-python", "python3"], "--consumer-python"),
     ],
 )
 def test_what_is_not_available_says_so(argv: list[str], culprit: str) -> None:

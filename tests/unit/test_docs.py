@@ -36,7 +36,7 @@ FOREIGN_FLAGS = {
     "python and pip": {"-m", "-c", "-e", "-d", "--index-url", "--no-index", "--find-links", "--no-build-isolation"},
     "docker": {"-f", "-t", "-v", "-w", "-it", "--build-arg", "--rm", "--ipc", "--shm-size", "--gpus", "--ulimit"},
     "Slurm and the shell": {"-n", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--signal"},
-    "launch/test.sh": {"--fast", "--all", "--vllm"},
+    "launch/test.sh": {"--fast", "--all", "--vllm", "--colossalai"},
 }  # fmt: skip
 """Flags of other programs that the pages show."""
 

@@ -179,7 +179,7 @@ def test_a_reference_model_is_loaded_only_for_kl(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build_consumer, "load_model", lambda path, *_: loaded.append(path) or torch.nn.Linear(1, 1))
     monkeypatch.setattr(build_consumer, "TorchTrainer", lambda model, reference, *_, **__: made.append(reference))
     rank: Any = SimpleNamespace(config=config_of(f"-m model {line}"))
-    parts: Any = SimpleNamespace(num_schedule_rows=1000, consumers=None)
+    parts: Any = SimpleNamespace(num_schedule_rows=1000, consumers=None, mesh=None)
     build_consumer._build_trainer(rank, parts, parts, TimeLedger())
     assert loaded == ["model"] * num_models
     (reference,) = made

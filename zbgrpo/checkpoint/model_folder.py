@@ -33,6 +33,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
                 **{_dtype_name(): dtype},
+                **({"config": _config(source)} if transformers_is_4() else {}),
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(f"model {path}: cannot be loaded: {_reason(error, source)}") from error
@@ -44,7 +45,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
 def open_model(path: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, WeightFiles | None]:
     """The model without its weights, and the files to fill it from module by module; or, where its files do not allow
     that (a hub name, another format), the whole model and None. Raises what `load_model` raises."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     folder = Path(_source("model", path, "-m"))
     if not folder.is_dir():
@@ -52,8 +53,9 @@ def open_model(path: str, dtype: torch.dtype, device: torch.device) -> tuple[Any
     files = WeightFiles(folder)
     try:
         with _quiet_transformers(), without_weights():
-            config = AutoConfig.from_pretrained(str(folder))
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **{_dtype_name(): dtype})
+            model = AutoModelForCausalLM.from_config(
+                _config(str(folder)), attn_implementation="sdpa", **{_dtype_name(): dtype}
+            )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelError(f"model {path}: cannot be loaded: {_reason(error, str(folder))}") from error
     if not files.holds_all_of(model):
@@ -73,6 +75,20 @@ def _generation_config(folder: Path) -> Any:
     return GenerationConfig.from_pretrained(str(folder)) if (folder / "generation_config.json").is_file() else None
 
 
+def _config(source: str) -> Any:
+    """The configuration of a model. Folders written by transformers 5 keep the base of rotary embeddings where a 4.x
+    does not look for it, and would use another one without a word."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(source)
+    rope = getattr(config, "rope_parameters", None)
+    if transformers_is_4() and isinstance(rope, dict):
+        config.rope_theta = rope.get("rope_theta", config.rope_theta)
+        if rope.get("rope_type", "default") != "default":
+            config.rope_scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return config
+
+
 def _dtype_name() -> str:
     return "torch_dtype" if transformers_is_4() else "dtype"
 
@@ -86,12 +102,18 @@ def transformers_is_4() -> bool:
 
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a folder or hub name, told apart as in `load_model`; raises `ModelError`."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     source = _source("tokenizer", path, "--tokenizer-path, without it -m")
     try:
         with _quiet_transformers():
-            return AutoTokenizer.from_pretrained(source)
+            try:
+                return AutoTokenizer.from_pretrained(source)
+            except (ValueError, AttributeError):
+                if not transformers_is_4():
+                    raise
+                # Written by transformers 5, whose class and format of special tokens a 4.x does not know.
+                return PreTrainedTokenizerFast.from_pretrained(source, extra_special_tokens={})
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise ModelError(
             f"tokenizer {path}: cannot be loaded: {_reason(error, source)}; name another with --tokenizer-path"

@@ -36,11 +36,7 @@ class NotAvailable(NamedTuple):
     instead: str
 
 
-NOT_AVAILABLE: tuple[NotAvailable, ...] = (
-    NotAvailable("trainer.backend", lambda value: value == "colossalai", "use torch"),
-    NotAvailable("cluster.consumer_python", lambda value: value is not None, "leave it out"),
-    NotAvailable("weights.transport", lambda value: value == "ipc", "use auto"),
-)
+NOT_AVAILABLE: tuple[NotAvailable, ...] = (NotAvailable("weights.transport", lambda value: value == "ipc", "use auto"),)
 
 
 def validate(config: RunConfig, world_size: int | None) -> list[str]:

@@ -41,6 +41,7 @@ from zbgrpo.observe.metrics import MetricsWriter
 from zbgrpo.observe.progress import Progress, print_closing_table
 from zbgrpo.observe.timeledger import IMBALANCE, SHUTDOWN, STARTUP, TimeLedger
 from zbgrpo.observe.wandb_sink import require_wandb
+from zbgrpo.trainer.base import TrainerBackend
 from zbgrpo.trainer.layout import Layout, check_tensor_parallel
 from zbgrpo.trainer.pipeline import check_pipeline_parallel
 from zbgrpo.trainer.schedule import schedule_steps
@@ -178,9 +179,22 @@ def _plan_address(rank: Rank, store: Any, parts: _Parts, nodes: list[int]) -> tu
     return {"endpoint": store.get(f"{key}/endpoint").decode()}, path, int(size)
 
 
-def _build_trainer(rank: Rank, groups: ProcessGroups, document: startup.Document, ledger: TimeLedger) -> TorchTrainer:
-    config, device, dtype = rank.config, device_of(rank), dtype_of(rank.config)
-    layout = Layout.of(groups.mesh)
+def _build_trainer(rank: Rank, groups: ProcessGroups, document: startup.Document, ledger: TimeLedger) -> TrainerBackend:
+    config, layout = rank.config, Layout.of(groups.mesh)
+    common: dict[str, Any] = {
+        "rules": PackingRules(
+            config.trainer.train_microbatch_size, config.ledger.max_token_lag, bool(config.algorithm.mask_truncated)
+        ),
+        "num_schedule_steps": schedule_steps(
+            config.data.num_episodes, document.num_schedule_rows, config.groups_per_step
+        ),
+        "group": groups.consumers,
+        "wait": lambda: ledger.phase(IMBALANCE),
+        "layout": layout,
+    }
+    if config.trainer.backend == "colossalai":
+        return _colossalai_trainer(config, layout, common)
+    device, dtype = device_of(rank), dtype_of(config)
     # What a zero stage spreads are the float32 master weights; the weights that it gathers are made of them.
     sharded = config.trainer.zero_stage > 0 and layout.mesh.dp > 1
     spread = sharded or layout.mesh.tp > 1 or layout.mesh.pp > 1
@@ -193,21 +207,21 @@ def _build_trainer(rank: Rank, groups: ProcessGroups, document: startup.Document
     reference = None
     if config.algorithm.kl_coeff:
         reference = load(config.model.path, dtype, device)[0].eval().requires_grad_(False)
-    return TorchTrainer(
-        model,
-        reference,
-        config.trainer,
-        config.algorithm,
-        rules=PackingRules(
-            config.trainer.train_microbatch_size, config.ledger.max_token_lag, bool(config.algorithm.mask_truncated)
-        ),
-        num_schedule_steps=schedule_steps(config.data.num_episodes, document.num_schedule_rows, config.groups_per_step),
-        group=groups.consumers,
-        wait=lambda: ledger.phase(IMBALANCE),
-        layout=layout,
-        device=device,
-        files=files,
-    )
+    return TorchTrainer(model, reference, config.trainer, config.algorithm, device=device, files=files, **common)
+
+
+def _colossalai_trainer(config: RunConfig, layout: Layout, common: dict[str, Any]) -> TrainerBackend:
+    from zbgrpo.trainer.colossalai_backend import ColossalaiTrainer
+    from zbgrpo.trainer.colossalai_model import check_model, check_settings
+
+    check_settings(config.trainer, layout.mesh)
+    path, dtype, host = config.model.path, dtype_of(config), torch.device("cpu")
+    model = load_model(path, dtype, host)  # whole: ColossalAI spreads it itself
+    check_model(model, layout.mesh, path)
+    reference = None
+    if config.algorithm.kl_coeff:
+        reference = load_model(path, dtype, host).eval().requires_grad_(False)
+    return ColossalaiTrainer(model, reference, config.trainer, config.algorithm, **common)
 
 
 def _load_whole(path: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, None]:
@@ -215,7 +229,7 @@ def _load_whole(path: str, dtype: torch.dtype, device: torch.device) -> tuple[An
 
 
 def _build_publisher(
-    rank: Rank, store: Any, groups: ProcessGroups, trainer: TorchTrainer, events: EventLog
+    rank: Rank, store: Any, groups: ProcessGroups, trainer: TrainerBackend, events: EventLog
 ) -> WeightPublisher | None:
     stage = rank.info.pp_index
     if rank.env.rank != rank.topology.source_rank(stage):

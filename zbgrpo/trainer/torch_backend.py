@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbgrpo.algorithms.losses import LOSS_STATISTICS, LossConfig, policy_loss
-from zbgrpo.algorithms.packing import STATISTICS, Microbatch, PackingRules, pack
+from zbgrpo.algorithms.packing import Microbatch, PackingRules, pack
 from zbgrpo.checkpoint import model_folder
 from zbgrpo.checkpoint.weight_files import WeightFiles
 from zbgrpo.config.schema import AlgorithmConfig, TrainerConfig
@@ -36,13 +35,11 @@ from zbgrpo.trainer.parameters import ShardedParameters, TrainedParameters, Whol
 from zbgrpo.trainer.pipeline import Pipeline, keep_stage, own_ends, own_layers, stage_of
 from zbgrpo.trainer.policy import Policy
 from zbgrpo.trainer.schedule import learning_rate
+from zbgrpo.trainer.step_sums import ABANDONED, StepSums, loss_config
 from zbgrpo.types import GroupPayload
 from zbgrpo.weights.manifest import TensorSpec, named_weights
 
 MAX_SKIPPED_STEPS = 5
-_DEVICE_SUMS = (*LOSS_STATISTICS, "loss", "denominator", "entropy", "gap", "gap_tokens")
-_ABANDONED = "abandoned"  # ranks that have left out work of the step, because a stop is due
-_MAXIMA = ("lag_max",)  # statistics that are not summed over ranks but maximised
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -74,10 +71,8 @@ class TorchTrainer:
         self._device = device or next(model.parameters()).device
         self._rules, self._group, self._wait = rules, group, wait
         self._num_schedule_steps = num_schedule_steps
-        self._loss = _loss_config(algorithm)
         self._step = self._skipped_in_a_row = 0
-        self._host_sums = dict.fromkeys(STATISTICS, 0.0)
-        self._device_sums = torch.zeros(len(_DEVICE_SUMS), dtype=torch.float64, device=self._device)
+        self._sums = StepSums(loss_config(algorithm), self._device)
         self._zero_stage = config.zero_stage if layout.mesh.dp > 1 else 0
         self._dtype = _DTYPES[config.precision] if self._zero_stage else next(model.parameters()).dtype
         self._origins = {
@@ -175,7 +170,7 @@ class TorchTrainer:
             return
 
         def loss(number: int, logprobs: Tensor, entropy: Tensor) -> Tensor:
-            return self._loss_of(batches[number], logprobs, entropy, references[number])
+            return self._sums.loss(batches[number], logprobs, entropy, references[number])
 
         self._pipeline.train(self._policy, batches, loss, lambda number: self._before_backward(number, len(batches)))
 
@@ -201,39 +196,11 @@ class TorchTrainer:
 
     def _train_microbatch(self, batch: Microbatch, reference: Tensor | None = None) -> None:
         logprobs, entropy = self._policy(batch)
-        self._loss_of(batch, logprobs, entropy, reference).backward()  # type: ignore[no-untyped-call]
-
-    def _loss_of(self, batch: Microbatch, logprobs: Tensor, entropy: Tensor, reference: Tensor | None) -> Tensor:
-        """Sum of the loss over a microbatch, whose statistics are added to those of the step.
-
-        Nothing is read here: the host goes on to the next microbatch while the device works on this one."""
-        sums = policy_loss(
-            logprobs,
-            batch.old_logprobs,
-            batch.advantages,
-            batch.response_index,
-            batch.mask,
-            batch.num_responses,
-            self._loss,
-            reference,
-        )
-        gap = torch.where(batch.on_policy, (logprobs.detach() - batch.old_logprobs).abs(), 0.0)
-        values = sums.stats | {
-            "loss": sums.loss.detach(),
-            "denominator": sums.denominator,
-            "entropy": entropy.sum(dtype=torch.float64),
-            "gap": gap.sum(dtype=torch.float64),
-            "gap_tokens": batch.on_policy.sum(dtype=torch.float64),
-        }
-        self._device_sums += torch.stack([values[name] for name in _DEVICE_SUMS])
-        for name, value in batch.stats.items():
-            old = self._host_sums[name]
-            self._host_sums[name] = max(old, value) if name in _MAXIMA else old + value
-        return sums.loss
+        self._sums.loss(batch, logprobs, entropy, reference).backward()  # type: ignore[no-untyped-call]
 
     def commit(self, abandon: bool = False) -> StepResult | None:
-        sums = self._reduce_sums(abandon)
-        if sums.pop(_ABANDONED) > 0:
+        sums = self._sums.reduce(abandon, self.layout.counts, self._group, self._wait)
+        if sums.pop(ABANDONED) > 0:
             self.discard()
             return None
         self.parameters.add_up()
@@ -261,22 +228,6 @@ class TorchTrainer:
             )
         return StepResult(not finite, loss, norm, rate, sums)
 
-    def _reduce_sums(self, abandon: bool) -> dict[str, float]:
-        """Sums over all ranks. The first thing that ranks do together in a step: waiting here is imbalance."""
-        sums = self._host_sums | dict(zip(_DEVICE_SUMS, self._device_sums.tolist(), strict=True))
-        if not self.layout.counts:
-            sums = dict.fromkeys(sums, 0.0)
-        sums[_ABANDONED] = float(abandon)
-        if self._group is None:
-            return sums
-        names = sorted(sums)
-        added = torch.tensor([sums[n] for n in names], dtype=torch.float64)
-        largest = torch.tensor([sums[n] for n in _MAXIMA], dtype=torch.float64)
-        with self._wait(), collective("meeting the other consumers at the end of a step"):
-            dist.all_reduce(added, group=self._group)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-        return dict(zip(names, added.tolist(), strict=True)) | dict(zip(_MAXIMA, largest.tolist(), strict=True))
-
     def _apply(self, rate: float) -> None:
         for settings in self._optimizer.param_groups:
             settings["lr"] = rate
@@ -289,8 +240,7 @@ class TorchTrainer:
 
     def discard(self) -> None:
         self.parameters.discard()
-        self._host_sums = dict.fromkeys(STATISTICS, 0.0)
-        self._device_sums.zero_()
+        self._sums.clear()
 
     def _reshard(self) -> None:
         """Let go of gathered weights: the next forward pass gathers them anew, as the optimizer left them."""
@@ -369,14 +319,3 @@ class TorchTrainer:
 
     def save_model(self, folder: Path, tokenizer: Any, weights: dict[str, Tensor]) -> None:
         model_folder.save_model(folder, self.model, tokenizer, weights)
-
-
-def _loss_config(algorithm: AlgorithmConfig) -> LossConfig:
-    assert algorithm.clip_low is not None and algorithm.clip_high is not None and algorithm.kl_coeff is not None
-    return LossConfig(
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        kl_coeff=algorithm.kl_coeff,
-        token_mean=algorithm.loss == "token_mean",
-        skip_threshold=algorithm.skip_threshold,
-    )
