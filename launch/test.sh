@@ -73,9 +73,10 @@ vllm_tier() {
 
 # The real ColossalAI on a CPU. Not part of --all.
 colossalai_tier() {
+    prepare_environment dev
     prepare_colossalai
     cd "$REPOSITORY"
-    "$COLOSSALAI_VENV/bin/python" -m pytest tests/colossalai "$@"
+    ZBGRPO_TEST_PYTHON="$VENV/bin/python" "$COLOSSALAI_VENV/bin/python" -m pytest tests/colossalai "$@"
 }
 
 main "$@"

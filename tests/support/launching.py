@@ -98,11 +98,12 @@ class Run:
         flags: str | list[str],
         common: list[str] | None = None,
         rendezvous: list[str] | None = None,
+        python: str = sys.executable,
     ) -> None:
         self.workplace = workplace
         extra = flags.split() if isinstance(flags, str) else flags
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks),
+            python, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks),
             *(rendezvous or _rendezvous()), "-m", "zbgrpo.launch", *(FLAGS if common is None else common), *extra,
         ]  # fmt: skip
         self.process = start(command, workplace)
