@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="programs are ru
 
 PROMISED_SECONDS = 1.0
 """What a run may take beyond its program's time."""
-SCHEDULING_SLACK_SECONDS = 15.0
+SCHEDULING_SLACK_SECONDS = 1.0
 """For cores that others keep busy."""
 NUM_ATTEMPTS = 3
 """On such cores an interpreter may not have started when its program's time is over: no fault of the program's, and
