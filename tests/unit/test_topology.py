@@ -15,7 +15,7 @@ from zbgrpo.config import fields
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.errors import ConfigError
 from zbgrpo.topology import env
-from zbgrpo.topology.roles import RankInfo, Topology, threads_per_rank
+from zbgrpo.topology.roles import RankInfo, Topology, cores_of_ranks, threads_per_rank
 from zbgrpo.types import Role
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +98,13 @@ class TestRoles:
     )
     def test_threads(self, cores: int, ranks: int, override: int | None, expected: int) -> None:
         assert threads_per_rank(cores, ranks, override) == expected
+
+
+def test_the_cores_of_a_rank_are_its_share() -> None:
+    assert cores_of_ranks(range(8), 3, 1, 2) == [6, 7]
+    assert cores_of_ranks([4, 5, 6, 7], 1, 2, 1) == [5, 6], "two ranks together"
+    assert cores_of_ranks([0, 1], 2, 1, 1) == [0], "more ranks than cores share them"
+    assert cores_of_ranks([], 0, 1, 1) == [], "where the system does not tell"
 
 
 TORCHRUN = {

@@ -85,6 +85,13 @@ def test_each_worker_has_cores_of_its_own(workers: int, cores: list[int], bindin
     assert engine_environment(settings, cores, "sockets")["VLLM_CPU_OMP_THREADS_BIND"] == binding
 
 
+def test_an_engine_keeps_to_its_share() -> None:
+    settings = VllmSettings("folder", "folder", cores=[3])
+    assert engine_environment(settings, [0, 1, 2, 3], "sockets")["VLLM_CPU_OMP_THREADS_BIND"] == "3"
+    settings = VllmSettings("folder", "folder", tensor_parallel_size=2, cores=[2, 3])
+    assert engine_environment(settings, [0, 1, 2, 3], "sockets")["VLLM_CPU_OMP_THREADS_BIND"] == "2|3"
+
+
 def test_the_environment_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEPT", "1")
     monkeypatch.setenv("CHANGED", "1")

@@ -28,20 +28,26 @@ PATIENCE_SECONDS = 400.0
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As that of the other whole runs, with a model whose heads are large enough for vLLM."""
+    """As that of the other whole runs, with a model whose heads are large enough for vLLM, and one without an end."""
     folder = make_workplace(tmp_path_factory.mktemp("vllm"))
-    tokenizer = tiny_tokenizer()
+    model, tokenizer = tiny_model(hidden_size=128), tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    tiny_model(hidden_size=128).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    for name in ("model", "endless"):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token = None
     return folder
 
 
 def test_responses_live_through_new_weights(workplace: Path) -> None:
     """Each token's log-prob is that of the version that its span names, over what the versions before have cached, and
     not that of the other version."""
-    # Far ahead, so that something is being decoded whenever a version comes.
-    finished = run(workplace, 2, f"{FLAGS} --max-steps 10 --max-staleness 8 -p spans", PATIENCE_SECONDS)
+    # Nearly all groups may be generated far ahead, one after the other, 400 tokens that nothing ends sooner; each is a
+    # step. So the first version comes while something is being decoded, unless training takes 15 times as long.
+    ahead = "--max-steps 18 --max-staleness 16 --max-token-lag 16 -cbsl 18"
+    finished = run(
+        workplace, 2, f"{FLAGS} -m endless -imbs 1 -tbs 1 -tMbs 1 -mnt 400 {ahead} -p spans", PATIENCE_SECONDS
+    )
     assert finished.status == 0, finished.output[-3000:]
     totals = summary(workplace, "spans")["ledger"]
     assert totals["returned"] == totals["dropped"] == 0, "no response was given up"
@@ -50,7 +56,7 @@ def test_responses_live_through_new_weights(workplace: Path) -> None:
     gaps = [line["rollout/logprob_gap"] for line in lines if line["rollout/logprob_gap"] is not None]
     assert gaps and max(gaps) < 1e-2
     assert any(line["weights/producers_blocked"] for line in lines)
-    models = _versions(workplace, "spans", 10)
+    models = _versions(workplace, "spans", 18)
     num_spanning = 0
     for path in sorted((workplace / "rollouts" / "spans").glob("step-*.jsonl")):
         for group in read_rollouts(path):
@@ -64,7 +70,7 @@ def test_responses_live_through_new_weights(workplace: Path) -> None:
 def _versions(workplace: Path, project: str, last: int) -> dict[int, Any]:
     from transformers import AutoModelForCausalLM
 
-    folders = {0: workplace / "model"} | {
+    folders = {0: workplace / "endless"} | {
         step: workplace / "model_out" / project / f"step-{step}" for step in range(1, last + 1)
     }
     return {

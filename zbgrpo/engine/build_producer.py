@@ -36,6 +36,8 @@ from zbgrpo.observe.timeledger import STARTUP, TimeLedger
 from zbgrpo.rewards.messages import CODE_TYPE, RewardSpec
 from zbgrpo.rewards.pool import RewardPool
 from zbgrpo.rewards.prompts import default_stop_strings
+from zbgrpo.topology.env import usable_cores
+from zbgrpo.topology.roles import cores_of_ranks, threads_per_rank
 from zbgrpo.transport import messages as m
 from zbgrpo.transport.channel import Received
 from zbgrpo.weights.manifest import WeightManifest
@@ -156,6 +158,7 @@ def _build_backend(rank: Rank, model: Any, tokenizer: Any) -> InferenceBackend:
             dtype="bfloat16" if config.trainer.precision == "bf16" else "float32",
             on_cpu=device_of(rank).type == "cpu",
             tensor_parallel_size=rank.topology.producer_tp_size,
+            cores=_engine_cores(rank),
             gpu_memory_utilization=vllm.gpu_memory_utilization,
             kv_cache_bytes=vllm.kv_cache_bytes,
             enable_chunked_prefill=vllm.enable_chunked_prefill,
@@ -170,6 +173,13 @@ def _build_backend(rank: Rank, model: Any, tokenizer: Any) -> InferenceBackend:
     from zbgrpo.inference.transformers_backend import TransformersBackend
 
     return TransformersBackend(model, tokenizer, config.inference, stop, config.data.max_prompt_tokens)
+
+
+def _engine_cores(rank: Rank) -> list[int]:
+    """The shares of a producer's ranks; these wait for the engine and need none themselves."""
+    cores, env = usable_cores(), rank.env
+    threads = threads_per_rank(len(cores), env.local_world_size, rank.config.cluster.threads_per_rank)
+    return cores_of_ranks(cores, env.local_rank, rank.topology.producer_tp_size, threads)
 
 
 def _prompt_source(rank: Rank, tokenizer: Any, usable: list[int]) -> PromptSource:

@@ -36,7 +36,7 @@ from zbgrpo.inference.vllm_settings import (
     engine_environment,
 )
 from zbgrpo.inference.vllm_weights import WeightFile
-from zbgrpo.topology.env import ENGINE_OWNER, EngineOwner, changed_environment, usable_cores
+from zbgrpo.topology.env import ENGINE_OWNER, EngineOwner, changed_environment, keep_to_cores, usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +164,10 @@ class VllmEngine:
         # Engine processes inherit this mask. A signal to the process group of this rank asks the rank to stop; it
         # decides itself when the engine ends.
         signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
+        if self.settings.on_cpu and self.settings.cores:
+            # They inherit this thread's cores too. They wait for each other by spinning, and beside two processes that
+            # spin, each on a core, the system leaves a rank that trains as little as a twentieth of one.
+            keep_to_cores(self.settings.cores)
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._serve())

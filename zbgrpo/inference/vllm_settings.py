@@ -25,6 +25,9 @@ class VllmSettings:
     on_cpu: bool = True
     tensor_parallel_size: int = 1
     """Workers that one engine is spread over, all on this node."""
+    cores: Sequence[int] = ()
+    """CPU only: the cores that the workers divide among them, one thread on each; all that the process may use when
+    empty. An engine that takes more than its share slows those who train down, for its threads wait by spinning."""
     gpu_memory_utilization: float = 0.7
     """Part of a GPU's memory that vLLM may take; not used on a CPU."""
     kv_cache_bytes: int | None = None
@@ -138,14 +141,16 @@ def engine_environment(settings: VllmSettings, cores: Sequence[int], folder: str
     }
     if settings.on_cpu:
         variables["TORCHDYNAMO_DISABLE"] = "1"  # the first log-probs would compile for a quarter of a minute
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = _thread_binding(cores, settings.tensor_parallel_size)
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = _thread_binding(
+            settings.cores or cores, settings.tensor_parallel_size, bool(settings.cores)
+        )
     return variables
 
 
-def _thread_binding(cores: Sequence[int], num_workers: int) -> str:
-    """Cores of each worker: `0,1|2,3`. One worker finds its own."""
+def _thread_binding(cores: Sequence[int], num_workers: int, are_given: bool) -> str:
+    """Cores of each worker: `0,1|2,3`. One worker that may use all of them finds its own."""
     each = len(cores) // num_workers
-    if num_workers == 1 or each == 0:
+    if each == 0 or (num_workers == 1 and not are_given):
         return "auto" if num_workers == 1 else "nobind"
     return "|".join(",".join(map(str, cores[n * each : (n + 1) * each])) for n in range(num_workers))
 

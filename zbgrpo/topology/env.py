@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,6 +161,13 @@ def engine_owner() -> EngineOwner | None:
 def usable_cores() -> list[int]:
     """Numbers of the CPU cores that this process may run on; empty where the system does not tell."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def keep_to_cores(cores: Iterable[int]) -> None:
+    """The calling thread, and the threads and processes that it starts from now on, run on these cores only; nothing
+    where the system cannot do that."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
 
 
 def available_cores() -> int:

@@ -10,6 +10,7 @@ rank 4 is producer 0 and rank 5 producer 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zbgrpo.config.schema import RunConfig
@@ -114,3 +115,13 @@ class Topology:
 def threads_per_rank(num_cores: int, local_world_size: int, override: int | None) -> int:
     """CPU threads for each rank of a node: `override`, or an equal share of the node's cores, at least 1."""
     return override or max(1, num_cores // local_world_size)
+
+
+def cores_of_ranks(cores: Sequence[int], local_rank: int, num_ranks: int, threads: int) -> list[int]:
+    """The cores of a node that `num_ranks` ranks from `local_rank` on have for themselves, with `threads` each. Where
+    there are fewer cores than threads, ranks share them.
+
+    Example: 8 cores, 4 ranks with 2 threads each: those of rank 3 are the last two.
+    """
+    first, last = local_rank * threads, (local_rank + num_ranks) * threads
+    return sorted({cores[number % len(cores)] for number in range(first, last)}) if cores else []
