@@ -54,8 +54,13 @@ CASES = {
 }
 
 
-def base(tied: bool) -> Any:
-    return tiny_model("qwen2", tied=tied, seed=5)
+def base(tied: bool, dtype: torch.dtype = torch.float32) -> Any:
+    """A model with which no token's ratio is so near the edge of the clip that rounding decides whether it has a
+    gradient: of seeds 5 to 16, half have such tokens, and one rank in float32 then differs from itself in float64."""
+    return tiny_model("qwen2", tied=tied, seed=13, dtype=dtype)
+
+
+ROUNDING = "one rank in float64"
 
 
 def steps(trainer: Any, minibatches: list[list[GroupPayload]]) -> dict[str, Any]:
@@ -80,7 +85,10 @@ def rank_main(rank: int, store: Any, names: list[str], folder: str) -> dict[str,
         for kind, algorithm in ALGORITHMS.items():
             alone = None
             if rank == 0:
-                alone = steps(make_trainer(model, algorithm, layout=ALONE), [groups[:4], groups[4:]])
+                whole = [groups[:4], groups[4:]]
+                alone = steps(make_trainer(model, algorithm, layout=ALONE), whole)
+                exact = steps(make_trainer(base(tied, torch.float64), algorithm, layout=ALONE), whole)
+                errors[ROUNDING, tied, kind] = differences(exact, alone, dict(model.named_parameters()))
             for name in names:
                 case = CASES[name]
                 layout = Layout.of(mesh_of(case.dp, case.pp, case.tp))
@@ -130,7 +138,7 @@ def errors() -> dict[Any, dict[str, float]]:
 
 @pytest.mark.parametrize("kind", ALGORITHMS)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, ROUNDING])
 def test_five_steps_are_those_of_one_rank(errors: dict[Any, Any], name: str, tied: bool, kind: str) -> None:
     found = errors[name, tied, kind]
     assert all(value < TOLERANCE for value in found.values()), found

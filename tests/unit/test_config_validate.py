@@ -45,6 +45,7 @@ def warnings(*argv: str) -> list[str]:
         (["-rt", "code", "--code-sandbox-url", "box:80"], "--code-sandbox-url", ["'box:80'", "http"]),
         (["-ptp", "2"], "-ptp/--producer-tensor-parallel-size", ["-b/--backend vllm"]),
         (["-b", "vllm", "-temp", "0.7", "-topp", "0.9"], "-topp/--top-p", ["temperature", "transformers"]),
+        (["-b", "vllm", "-topk", "5", "inference.temperature_end=0.9"], "-topk/--top-k", ["temperature"]),
         (["-b", "vllm", "-topk", "9", "inference.temperature_end=0.9"], "-topk/--top-k", ["full distribution"]),
         (["inference.temperature_end=0.001"], "inference.temperature_end", ["0.001"]),
         (['inference.stop=["a", ""]'], "inference.stop", ["empty"]),

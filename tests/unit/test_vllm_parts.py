@@ -16,7 +16,7 @@ import torch
 from tests.support.engines import Endless, no_end, request_of
 from tests.support.models import EOS, tiny_model, tiny_tokenizer
 from zbgrpo.config.schema import InferenceConfig
-from zbgrpo.errors import ConfigError, InfrastructureError, ModelError, ResourceError, WeightSyncError
+from zbgrpo.errors import InfrastructureError, ModelError, ResourceError, WeightSyncError
 from zbgrpo.inference import vllm_library
 from zbgrpo.inference.vllm_backend import VllmBackend
 from zbgrpo.inference.vllm_engine import CallFailedError, EngineDiedError, Job, Result, Update
@@ -25,42 +25,15 @@ from zbgrpo.inference.vllm_settings import (
     VllmSettings,
     engine_arguments,
     engine_environment,
-    refuse_unknown_logprobs,
 )
 from zbgrpo.inference.vllm_weights import EngineWeights, WeightFile
 from zbgrpo.topology.env import changed_environment
 from zbgrpo.types import FinishReason
 
 SETTINGS = VllmSettings("folder", "folder", dtype="float32", max_restarts=2)
-WHOLE = {
-    "open": {},
-    "top-k at 1": {"top_k": 5},
-    "top-p at 1": {"top_p": 0.9},
-    "other temperature": {"temperature": 0.7},
-    "annealed": {"temperature_end": 0.9},
-}
-PARTIAL = {
-    "top-p": ({"top_p": 0.9, "temperature": 0.7}, "inference.top_p with temperature 0.7"),
-    "top-k": ({"top_k": 5, "temperature": 1.5}, "inference.top_k with temperature 1.5"),
-    "both": ({"top_k": 5, "top_p": 0.5, "temperature": 2.0}, "inference.top_k and inference.top_p with temperature 2"),
-    "annealed": ({"top_p": 0.9, "temperature_end": 0.9}, "inference.top_p with temperature 0.9"),
-}
 
 
 # ------------------------------------------------------------------------------------------------ settings
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_sampling_with_known_logprobs_passes(name: str) -> None:
-    refuse_unknown_logprobs(InferenceConfig(backend="vllm", **WHOLE[name]))
-
-
-@pytest.mark.parametrize("name", PARTIAL)
-def test_sampling_without_full_logprobs_is_refused_in_one_line(name: str) -> None:
-    options, message = PARTIAL[name]
-    with pytest.raises(ConfigError, match=message) as caught:
-        refuse_unknown_logprobs(InferenceConfig(backend="vllm", **options))
-    assert "\n" not in str(caught.value)
 
 
 def test_arguments_of_the_engine() -> None:

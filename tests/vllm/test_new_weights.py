@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,10 @@ from tests.support.engines import (
     take,
     vllm_backend,
 )
+from tests.support.launching import run as launch
 from tests.support.models import log_softmax_of, perturbed, tiny_tokenizer
 from tests.support.models import tiny_model as tiny_model_of
-from zbgrpo.errors import ConfigError, WeightSyncError
+from zbgrpo.errors import WeightSyncError
 from zbgrpo.inference.base import Response
 from zbgrpo.inference.vllm_weights import EngineWeights, WeightFile
 
@@ -230,13 +231,6 @@ def test_weights_that_do_not_reach_the_whole_model_are_an_error() -> None:
     assert not os.path.exists(f"/proc/{process}")
 
 
-def test_log_probs_that_cannot_be_had_are_refused_in_one_line() -> None:
-    from tests.support.engines import MAX_PROMPT_TOKENS, vllm_settings
-    from zbgrpo.config.schema import InferenceConfig
-    from zbgrpo.inference.vllm_backend import VllmBackend
-
-    model = tiny_model("qwen2", tied=True)
-    config = InferenceConfig(backend="vllm", temperature=0.7, top_p=0.9)
-    with pytest.raises(ConfigError, match=r"inference.top_p with temperature 0.7") as caught:
-        VllmBackend(copy.deepcopy(model), tiny_tokenizer(), config, (), MAX_PROMPT_TOKENS, vllm_settings(model))
-    assert "\n" not in str(caught.value)
+def test_log_probs_that_cannot_be_had_are_refused_in_one_line(tmp_path: Path) -> None:
+    finished = launch(tmp_path, 2, "-b vllm -temp 0.7 -topp 0.9")
+    assert finished.status != 0 and finished.first_line.startswith("zbgrpo: -topp/--top-p: at another temperature")

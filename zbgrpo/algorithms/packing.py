@@ -45,6 +45,8 @@ class Microbatch:
     temperature: float | Tensor  # that all tokens were sampled at, or float32 [T] where groups differ
     advantages: Tensor  # float32 [R]
     on_policy: Tensor  # bool [T], tokens of responses sampled wholly with the trained version
+    prompt_lengths: np.ndarray  # int64 [B], tokens of each row's prompt; on the host, as `places`
+    places: np.ndarray  # int64 [R, 3]: row, first column and length of each response
     stats: dict[str, float]
     """Keys of STATISTICS."""
 
@@ -157,6 +159,8 @@ def _assemble(rows: Sequence[_Row]) -> Microbatch:
         temperature=_temperature(rows),
         advantages=torch.cat([row.group.advantages[row.responses] for row in rows]),
         on_policy=_joined([row.group.on_policy[row.tokens] for row in rows], np.bool_),
+        prompt_lengths=np.array([len(row.group.payload.prompt_ids) for row in rows], np.int64),
+        places=np.concatenate([_places(number, row) for number, row in enumerate(rows)]),
         stats=_statistics(rows),
     )
 
@@ -195,6 +199,13 @@ def _layout(rows: Sequence[_Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray, n
         columns = np.where(within == 0, num_prompt - 1, np.arange(num_prompt - 1, end - 1))
         predictors.append(number * shape[1] + columns)
     return ids, positions, segments, np.concatenate(predictors)
+
+
+def _places(number: int, row: _Row) -> np.ndarray:
+    """The part of `Microbatch.places` of one row."""
+    lengths = row.group.payload.lengths[row.responses].astype(np.int64)
+    ends = len(row.group.payload.prompt_ids) + np.cumsum(lengths)
+    return np.stack([np.full(len(lengths), number), ends - lengths, lengths], axis=1)
 
 
 def _statistics(rows: Sequence[_Row]) -> dict[str, float]:

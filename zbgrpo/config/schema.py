@@ -190,6 +190,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Keep master weights and optimizer state in the memory of the host, where the update is made too."""
     offload_reference: bool = False
     """Keep the reference model in the memory of the host between its forward passes."""
+    attention: Literal["auto", "sdpa", "flash", "flex"] = "auto"
+    """Kernels of the torch trainer's attention: flash (flash-attn), flex (FlexAttention), sdpa; auto is flash where it
+    can be used, else sdpa."""
+    liger_kernels: bool = False
+    """Norms, rotary embedding and activation by Liger's kernels (torch trainer, GPU, no tensor parallelism)."""
     logprob_chunk_tokens: Positive = 256
     """Tokens whose logits exist at the same time."""
 
@@ -252,6 +257,10 @@ class ObserveConfig(Section, frozen=True, kw_only=True):
     """Optimizer steps between two samples of rollouts."""
     rollout_tokens: bool = False
     """Sampled rollouts hold token ids and recorded log-probs too."""
+    trace: bool = True
+    """Write down what every process does when, for `zbgrpo report` and Perfetto."""
+    trace_limit: Positive = 200_000
+    """Most records of it that a process keeps; older ones are thrown away and counted."""
     enable_profiling: bool = False
     """Write a profile of every rank with torch's profiler (--enable_profiling)."""
     profiling_steps: Positive = 3

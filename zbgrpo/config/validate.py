@@ -127,6 +127,11 @@ def _check_mesh(config: RunConfig) -> None:
             f"{trainer.pipeline_parallel_size} ({label('trainer.pipeline_parallel_size')}); use a multiple of "
             f"{model_ranks}"
         )
+    if trainer.liger_kernels and (trainer.tensor_parallel_size > 1 or trainer.backend != "torch"):
+        raise ConfigError(
+            f"{label('trainer.liger_kernels')}: only with {label('trainer.backend')} torch and without tensor "
+            "parallelism; leave it off"
+        )
 
 
 def _check_world(config: RunConfig, world_size: int) -> None:

@@ -28,7 +28,7 @@ from zbgrpo.inference import vllm_library
 from zbgrpo.inference.base import GenerationRequest, Response
 from zbgrpo.inference.stopping import model_end_ids
 from zbgrpo.inference.vllm_engine import CallFailedError, EngineDiedError, Job, Result, Update, VllmEngine
-from zbgrpo.inference.vllm_settings import EngineSize, SamplingRule, VllmSettings, refuse_unknown_logprobs
+from zbgrpo.inference.vllm_settings import EngineSize, SamplingRule, VllmSettings
 from zbgrpo.inference.vllm_weights import EngineWeights, WeightFile
 from zbgrpo.types import FinishReason
 from zbgrpo.weights.manifest import named_weights
@@ -61,11 +61,10 @@ class VllmBackend:
     ) -> None:
         """Start the engine and wait for it.
 
-        Of the model only the tensors and the configuration are kept. Raises `ConfigError` for sampling whose log-probs
-        vLLM cannot give, `ModelError` when it is not installed or cannot start with this model.
+        Of the model only the tensors and the configuration are kept. Raises `ModelError` when vLLM is not installed or
+        cannot start with this model.
         """
         vllm_library.require_vllm()
-        refuse_unknown_logprobs(config)
         self._settings, self._make_engine = settings, make_engine
         self._live = dict(named_weights(model))
         self._weights = EngineWeights.of(self._live)

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from zbgrpo.config.schema import InferenceConfig
-from zbgrpo.errors import ConfigError
-
 _CPU_BLOCK_TOKENS = 32  # the smallest that vLLM's CPU attention takes: a prompt is shared in whole blocks only
 _CPU_CACHE_BYTES = 4 << 30
 _CPU_BATCH_TOKENS = 2048
@@ -71,29 +68,6 @@ class SamplingRule(NamedTuple):
     top_p: float
     stop: Sequence[str]
     end_ids: Sequence[int]
-
-
-def refuse_unknown_logprobs(config: InferenceConfig) -> None:
-    """Raise `ConfigError` for the settings with which vLLM cannot give the log-probs that training needs.
-
-    Its processed log-probs are of the truncated distribution, its raw ones are of temperature 1: with top-k or top-p
-    and another temperature there is no log-softmax(logits / temperature) over the full vocabulary.
-    """
-    truncated = [
-        name
-        for name, on in (("inference.top_k", config.top_k is not None), ("inference.top_p", config.top_p < 1))
-        if on
-    ]
-    temperatures = {
-        config.temperature,
-        config.temperature if config.temperature_end is None else config.temperature_end,
-    }
-    if truncated and temperatures != {1.0}:
-        other = ", ".join(f"{t:g}" for t in sorted(temperatures - {1.0}))
-        raise ConfigError(
-            f"{' and '.join(truncated)} with temperature {other}: the vllm backend then has no log-probs of the full "
-            "distribution; use temperature 1, or leave the truncation out, or take the transformers backend (-b)"
-        )
 
 
 def engine_arguments(settings: VllmSettings, size: EngineSize, model_config: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -256,5 +257,7 @@ def _nothing() -> Microbatch:
         temperature=1.0,
         advantages=none.float(),
         on_policy=none.bool(),
+        prompt_lengths=np.ones(1, np.int64),
+        places=np.zeros((0, 3), np.int64),
         stats={},
     )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from zbgrpo.algorithms.logprobs import token_logprobs
 from zbgrpo.algorithms.packing import Microbatch
+from zbgrpo.trainer import attention
 from zbgrpo.trainer.layout import ALONE, Layout, local, vocabulary_shard
 
 
@@ -16,9 +17,13 @@ class Policy(nn.Module):
     """Everything that uses the model's weights happens inside `forward`, so that weights that are spread over ranks are
     gathered before it and let go behind it."""
 
-    def __init__(self, model: Any, dtype: torch.dtype, chunk_tokens: int, layout: Layout = ALONE) -> None:
-        """`dtype` is the one that the model computes in."""
+    def __init__(
+        self, model: Any, dtype: torch.dtype, chunk_tokens: int, layout: Layout = ALONE, kernel: str = "sdpa"
+    ) -> None:
+        """`dtype` is the one that the model computes in, `kernel` one of `attention.choose_kernel`."""
         super().__init__()
+        attention.install(model)
+        self._kernel = kernel
         self.model = model
         self._dtype, self._chunk_tokens = dtype, chunk_tokens
         self._is_last_stage = layout.is_last_stage
@@ -35,8 +40,8 @@ class Policy(nn.Module):
         inputs = {"input_ids": batch.input_ids} if received is None else {"inputs_embeds": received}
         hidden = self.model.get_decoder()(
             position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask(self._dtype),
             use_cache=False,
+            **attention.attention_arguments(batch, self._kernel, self._dtype),
             **inputs,
         ).last_hidden_state
         if not self._is_last_stage:

@@ -6,6 +6,7 @@ denominator, clips, and lets AdamW change the master weights. `layout.py` says w
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from zbgrpo.checkpoint.weight_files import WeightFiles
 from zbgrpo.config.schema import AlgorithmConfig, TrainerConfig
 from zbgrpo.errors import NonFiniteError
 from zbgrpo.groups.process_groups import collective
+from zbgrpo.trainer.attention import choose_kernel
 from zbgrpo.trainer.base import StepResult
 from zbgrpo.trainer.layout import (
     ALONE,
@@ -31,6 +33,7 @@ from zbgrpo.trainer.layout import (
     spread_layer,
     spread_vocabulary,
 )
+from zbgrpo.trainer.liger import use_liger
 from zbgrpo.trainer.parameters import ShardedParameters, TrainedParameters, WholeParameters
 from zbgrpo.trainer.pipeline import Pipeline, keep_stage, own_ends, own_layers, stage_of
 from zbgrpo.trainer.policy import Policy
@@ -38,6 +41,8 @@ from zbgrpo.trainer.schedule import learning_rate
 from zbgrpo.trainer.step_sums import ABANDONED, StepSums, loss_config
 from zbgrpo.types import GroupPayload
 from zbgrpo.weights.manifest import TensorSpec, named_weights
+
+logger = logging.getLogger(__name__)
 
 MAX_SKIPPED_STEPS = 5
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -75,6 +80,10 @@ class TorchTrainer:
         self._sums = StepSums(loss_config(algorithm), self._device)
         self._zero_stage = config.zero_stage if layout.mesh.dp > 1 else 0
         self._dtype = _DTYPES[config.precision] if self._zero_stage else next(model.parameters()).dtype
+        self._kernel = choose_kernel(config.attention, self._device, self._dtype)
+        logger.info("attention by %s", self._kernel)
+        if config.liger_kernels:
+            use_liger(model, self._device)
         self._origins = {
             name: (stage_of(name, model, self.mesh.pp), tensor.shape, self._travels_as(tensor))
             for name, tensor in named_weights(model)
@@ -133,7 +142,7 @@ class TorchTrainer:
             files.fill(model, "", self._device, {} if tied is None else {tied[1]: tied[0]})
         if layout.mesh.tp > 1:
             spread_vocabulary(*own_ends(model), layout)
-        policy = Policy(model, dtype, self._config.logprob_chunk_tokens, layout)
+        policy = Policy(model, dtype, self._config.logprob_chunk_tokens, layout, self._kernel)
         if zero_stage:
             shard_data_parallel(policy, layout, zero_stage, dtype, on_host)
         return policy, summed
