@@ -57,7 +57,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["zbgrpo", "zbgrpo.*"]),
-    package_data={"zbgrpo": ["py.typed"]},
+    package_data={"zbgrpo": ["py.typed"], "zbgrpo.observe.report": ["assets/*"]},
     install_requires=REQUIRED,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["zbgrpo = zbgrpo.cli:main"]},

@@ -33,7 +33,9 @@ main() {
     fi
 
     prepare_environment dev
-    need_bubblewrap
+    # With it, programs of models are tested at the highest isolation level; without it, at the levels there are.
+    need_program bwrap bubblewrap "the sandbox's highest level is not tested"
+    need_program chromium chromium "the page of zbgrpo report is not opened in a browser"
     stay_offline
     cd "$REPOSITORY"
     check
@@ -48,15 +50,15 @@ check() {
     "$VENV/bin/mypy" zbgrpo
 }
 
-# With it, programs of models are tested at the highest isolation level; without it, at the levels there are.
-need_bubblewrap() {
-    ! command -v bwrap >/dev/null || return 0
+# need_program PROGRAM PACKAGE LOSS: installs the package of a program that tests use, where that is possible.
+need_program() {
+    local program="$1" package="$2" loss="$3"
+    ! command -v "$program" >/dev/null || return 0
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        apt-get install --yes -qq bubblewrap >/dev/null 2>&1 ||
-            { apt-get update -qq && apt-get install --yes -qq bubblewrap; } >/dev/null 2>&1 || true
+        apt-get install --yes -qq "$package" >/dev/null 2>&1 ||
+            { apt-get update -qq && apt-get install --yes -qq "$package"; } >/dev/null 2>&1 || true
     fi
-    command -v bwrap >/dev/null ||
-        echo "zbgrpo: without bubblewrap (apt-get install bubblewrap) the sandbox's highest level is not tested" >&2
+    command -v "$program" >/dev/null || echo "zbgrpo: without $package (apt-get install $package) $loss" >&2
 }
 
 # What takes longer than a test should, one command a line. A tier that fails ends the script.

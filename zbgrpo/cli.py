@@ -12,13 +12,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zbgrpo.errors import EXIT_USER_ERROR, UserError, ZbgrpoError
+from zbgrpo.errors import EXIT_USER_ERROR, ConfigError, UserError, ZbgrpoError
+from zbgrpo.planner.arguments import DESCRIPTION, add_arguments
 
 if TYPE_CHECKING:
     from zbgrpo.engine.check_ledger import LedgerReport
 
 _EXIT_BROKEN_PIPE = 128 + 13  # what a shell reports for a program that SIGPIPE ended
 _EXIT_INTERRUPTED = 128 + 2
+
+_BENCHMARKS = {
+    "transport": "groups per second from a producer to a consumer, against an actor with a queue",
+    "overlap": "generation and training at the same time, against turns",
+    "tails": "idle time when a few responses are much longer than the rest",
+    "weights": "new weights to the producers, against a bare broadcast and a copy in memory",
+    "logprob": "log-probs from hidden states, against whole logits: memory and time",
+    "train": "a whole run, against TRL's GRPOTrainer",
+    "hub": "groups per second through the process that owns order and accounting",
+    "plan": "what the planner predicts, against real runs",
+    "evaluation": "training while an evaluation runs",
+}
+"""Name of each module of `zbgrpo.bench` that is one, and what it measures."""
 
 _STATES = {"end": "finished", "stop": "stopped", "open": "did not finish, or is still running"}
 
@@ -113,7 +127,45 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("log_dir", metavar="LOG_DIR", type=Path, help="log folder of the run: logs/<project>")
     check.set_defaults(verb=_check_ledger)
+
+    _add_report(verbs)
+
+    plan = verbs.add_parser("plan", help="find the split of a cluster with the least bubble", description=DESCRIPTION)
+    add_arguments(plan)
+    plan.set_defaults(verb=_plan)
+    _add_bench(verbs)
     return parser
+
+
+def _add_report(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    report = verbs.add_parser(
+        "report",
+        help="make one HTML page of a run",
+        description="Make one HTML page of what a run has left behind: figures, curves, a timeline of all ranks, what "
+        "became of the groups, sampled responses, settings. It needs no network and nothing beside it. Also merges the "
+        "traces of the processes into trace/trace.json, for ui.perfetto.dev. Works on finished, stopped, killed, "
+        "resumed and running runs.",
+    )
+    report.add_argument("log_dir", metavar="LOG_DIR", type=Path, help="log folder of the run: logs/<project>")
+    report.add_argument(
+        "-o", "--output", metavar="FILE.html", type=Path, help="where to write it (default: LOG_DIR/report.html)"
+    )
+    report.set_defaults(verb=_report)
+
+
+def _add_bench(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    width = max(map(len, _BENCHMARKS))
+    bench = verbs.add_parser(
+        "bench",
+        help="measure one of the figures that are promised",
+        description="Measure one of the promised figures against its baseline. Prepares what it needs, takes a few "
+        "minutes, and prints one JSON object last.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(["benchmarks:", *(f"  {name:<{width}}  {text}" for name, text in _BENCHMARKS.items())]),
+    )
+    bench.add_argument("name", metavar="NAME", help="one of those below; `zbgrpo bench NAME --help` has its arguments")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the benchmark")
+    bench.set_defaults(verb=_bench)
 
 
 def _positive_count(text: str) -> int:
@@ -159,6 +211,34 @@ def _check_ledger(arguments: argparse.Namespace) -> int:
     report = check_logs(arguments.log_dir)
     print("\n".join(_report_lines(arguments.log_dir, report)))
     return 0 if report.ok else 1
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from zbgrpo.observe.report.page import write_report
+
+    page, trace = write_report(arguments.log_dir, arguments.output)
+    print(f"{page}: open it in a browser")
+    if trace is not None:
+        print(f"{trace}: open it in ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from zbgrpo.planner.command import run
+
+    return run(arguments)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    name = arguments.name
+    if name not in _BENCHMARKS:
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, _BENCHMARKS) or _BENCHMARKS
+        raise ConfigError(f"bench {name}: no such benchmark; the nearest: {', '.join(near)}")
+    sys.stdout.flush()
+    # As a program of its own: it measures, so it starts with nothing loaded and gets the signals itself.
+    os.execv(sys.executable, [sys.executable, "-m", f"zbgrpo.bench.{name}", *arguments.arguments])
 
 
 def _report_lines(log_dir: Path, report: LedgerReport) -> list[str]:

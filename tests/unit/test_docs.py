@@ -64,7 +64,8 @@ def code(text: str) -> str:
 
 def known_flags() -> set[str]:
     own = {name for flag in FLAGS for name in flag.names} | set(WITHOUT_MEANING)
-    cli = set(re.findall(r'"(--[a-z][a-z-]*)"', CLI.read_text()))
+    verbs = CLI.read_text() + (CLI.parent / "planner" / "arguments.py").read_text()
+    cli = set(re.findall(r'"(--[a-z][a-z-]*)"', verbs))
     return own | cli | set().union(*FOREIGN_FLAGS.values()) | {"--config", "--dry-run", "--help"}
 
 

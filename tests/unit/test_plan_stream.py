@@ -19,7 +19,7 @@ from zbgrpo.transport.channel import Channel, Timing
 from zbgrpo.transport.plan_stream import PlannedEntry, PlanPublisher, PlanReader, StoredGroup
 from zbgrpo.transport.ring import RingReader, RingWriter, record_bytes
 from zbgrpo.transport.server import Server
-from zbgrpo.transport.wire import Sender, group_header, payload_crc, payload_views
+from zbgrpo.transport.wire import Sender, group_header, payload_crc, payload_frame
 from zbgrpo.types import GroupPayload, Uid
 
 RUN = "run-1"
@@ -49,13 +49,13 @@ def make_payload(seed: int) -> GroupPayload:
 def stored(lease_id: int, payload: GroupPayload | None = None, **header_changes: Any) -> StoredGroup:
     """A group as the hub holds it. Its number is also the seed of its content."""
     payload = make_payload(lease_id) if payload is None else payload
-    views = payload_views(payload)
-    header = group_header(Uid(0, lease_id), lease_id, 0, payload, payload_crc(views))
-    return StoredGroup(msgspec.structs.replace(header, **header_changes), views)
+    frame = payload_frame(payload)
+    header = group_header(Uid(0, lease_id), lease_id, 0, payload, payload_crc(frame))
+    return StoredGroup(msgspec.structs.replace(header, **header_changes), frame)
 
 
 def record_size(lease_id: int) -> int:
-    return record_bytes(len(view) for view in payload_views(make_payload(lease_id)))
+    return record_bytes([len(payload_frame(make_payload(lease_id)))])
 
 
 def train(sequence: int, ranks: Sequence[Sequence[int]]) -> PlanEntry:

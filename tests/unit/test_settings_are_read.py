@@ -25,7 +25,10 @@ SECTIONS = {
 }
 """Class of a section to its name."""
 
-NOT_A_USE = {f"config/{name}.py" for name in ("schema", "fields", "flags", "load", "validate", "dryrun", "memory")}
+NOT_A_USE = {
+    *(f"config/{name}.py" for name in ("schema", "fields", "flags", "load", "validate", "dryrun", "memory")),
+    *(f"observe/report/{name}.py" for name in ("contents", "figures", "folder")),
+}
 """What parses, checks and shows settings; that is no use of them."""
 
 READ_ELSEWHERE = {

@@ -1,4 +1,4 @@
-"""What an evaluation costs training: `python -m zbgrpo.bench.evaluation [FOLDER] [--producers P]`.
+"""What an evaluation costs training: `zbgrpo bench evaluation [FOLDER] [--producers P]`.
 
 While an evaluation runs, E = max(1, P // 4) of P producers answer its rows and the others go on for training. So
 trained samples per second should fall to (P - E) / P of what they are without one, and no further; at least 0.8 of that
@@ -17,10 +17,7 @@ apart.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,10 +25,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from zbgrpo.bench.common import finish, new_parser, pinned_torchrun, run_program
 from zbgrpo.bench.quickstart import RUN_FLAGS, prepare
-from zbgrpo.errors import ConfigError, UserError, ZbgrpoError
+from zbgrpo.errors import ConfigError, ZbgrpoError
 from zbgrpo.observe.events import iter_events
-from zbgrpo.topology.env import read_torchrun_env
+from zbgrpo.topology.env import usable_cores
 
 NUM_PAIRS = 4
 NUM_GENERATIONS = 8
@@ -104,15 +102,10 @@ def assign_cores(cores: Sequence[int], num_producers: int) -> list[int]:
 
 def measure(folder: Path, num_producers: int) -> dict[str, Any]:
     """Run and evaluate the logs. `folder` has the quickstart's model and data. Raises ZbgrpoError if the run fails."""
-    cores = assign_cores(sorted(os.sched_getaffinity(0)), num_producers)
+    cores = assign_cores(usable_cores(), num_producers)
     num_rows = len((folder / "heldout.jsonl").read_text(encoding="utf-8").splitlines())
     interval = eval_interval(num_rows, num_producers)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(1 + num_producers),
-        "-m", "zbgrpo.bench.evaluation", "--as-rank", ",".join(map(str, cores)),
-        *run_flags(folder, num_producers, interval),
-    ]  # fmt: skip
-    _run(command)
+    run_program(pinned_torchrun(cores, "zbgrpo.launch", run_flags(folder, num_producers, interval)), _TIMEOUT_SECONDS)
     logs = folder / "logs" / _PROJECT
     pairs = read_pairs(logs / "events", interval)
     summary = json.loads((logs / "summary.json").read_text(encoding="utf-8"))
@@ -120,18 +113,6 @@ def measure(folder: Path, num_producers: int) -> dict[str, Any]:
         "consumers_starved": round(summary["time_by_role"]["consumers"]["starved"], 3),
         "seconds": round(summary["seconds"], 1),
     }
-
-
-def _run(command: Sequence[str]) -> None:
-    """Wait for the run; one that takes too long is asked to stop, so that it leaves no process behind."""
-    with subprocess.Popen(command) as process:
-        try:
-            status = process.wait(_TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            raise ZbgrpoError(f"the measured run did not end within {_TIMEOUT_SECONDS:.0f} s") from None
-    if status != 0:
-        raise ZbgrpoError(f"the measured run ended with status {status}")
 
 
 def read_pairs(events: Path, interval: int) -> list[Pair]:
@@ -181,40 +162,24 @@ def report(pairs: Sequence[Pair], num_producers: int, cores: Sequence[int]) -> d
     }
 
 
-def _become_rank(cores: str, flags: Sequence[str]) -> None:
-    """Keep this process on the core of its rank, and go on as a rank of the run; never on a GPU."""
-    env = read_torchrun_env()
-    assert env is not None, "started by torchrun"
-    # Before torch is loaded: its threads, and all child processes, take it over.
-    os.sched_setaffinity(0, {int(cores.split(",")[env.rank])})
-    os.execvp("env", ["env", "CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "zbgrpo.launch", *flags])
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print one JSON object as the last line; returns the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["--as-rank"]:
-        _become_rank(given[1], given[2:])
-    parser = argparse.ArgumentParser(
-        prog="python -m zbgrpo.bench.evaluation", description=(__doc__ or "").split("\n", maxsplit=1)[0]
-    )
+    parser = new_parser("evaluation", __doc__)
     parser.add_argument(
         "folder", nargs="?", help="with the quickstart's model and data, made if missing; else temporary"
     )
     parser.add_argument("--producers", type=int, default=2, metavar="P", help="producers, each with a core of its own")
-    options = parser.parse_args(given)
-    try:
+    options = parser.parse_args(arguments)
+
+    def measured() -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="zbgrpo-bench-") as temporary:
             folder = Path(options.folder or temporary).resolve()
-            assign_cores(sorted(os.sched_getaffinity(0)), options.producers)  # before anything takes time
+            assign_cores(usable_cores(), options.producers)  # before anything takes time
             if not all((folder / name).exists() for name in ("model", "train.jsonl", "heldout.jsonl")):
                 prepare(folder)
-            result = measure(folder, options.producers)
-    except ZbgrpoError as error:
-        print(f"zbgrpo: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, UserError) else 1
-    print(json.dumps(result), flush=True)
-    return 0
+            return measure(folder, options.producers)
+
+    return finish(measured)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from zbgrpo.engine.common import (
     log_start,
     make_channel,
     make_profiler,
+    open_trace,
     say_hello,
 )
 from zbgrpo.engine.consumer import Consumer
@@ -69,7 +70,7 @@ class _Parts:
 
 def run_consumer(rank: Rank) -> str:
     """Start, train, end. Returns why the run ended."""
-    ledger = TimeLedger(started=rank.started)
+    ledger = TimeLedger(started=rank.started, on_span=rank.trace.on_span)
     with ledger.phase(STARTUP):
         consumer, parts = _start(rank, ledger)
     reason = consumer.run()
@@ -115,6 +116,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Consumer, _Parts]:
     events = EventLog(Path(document.log_dir) / "events" / f"rank-{env.rank}.jsonl")
     rank.channel = channel = make_channel(config, document, document.hub, rank.name)
     channel.start()
+    open_trace(rank, document, channel)
     publisher = _build_publisher(rank, store, groups, trainer, events)
     ring = RingReader.attach(ring_path, ring_bytes)
     reader_channel = make_channel(config, document, address, f"reader:{env.rank}")
@@ -139,6 +141,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Consumer, _Parts]:
         ledger=ledger,
         events=events,
         profiler=make_profiler(rank, document.log_dir),
+        trace=rank.trace,
         temperatures=TemperatureSchedule(config.inference, len(document.usable), config.seed),
         version=document.version,
         evaluating=document.evaluate_first,
@@ -242,6 +245,7 @@ def _build_publisher(
     def sent(done: Sent) -> None:
         events.append("published", version=done.version, digest=done.digest, seconds=done.seconds, stage=stage)
         events.flush()
+        rank.trace.ended("broadcast", done.seconds, "broadcast", version=done.version, stage=stage)
 
     return WeightPublisher(
         groups.weights[stage],

@@ -20,6 +20,7 @@ from zbgrpo.engine.common import (
     log_start,
     make_channel,
     make_profiler,
+    open_trace,
     say_hello,
 )
 from zbgrpo.engine.follower import run_follower, tell_end
@@ -51,7 +52,7 @@ def run_producer(rank: Rank) -> str:
     """Start, generate, end. Returns why the run ended."""
     if rank.info.tp_index > 0:
         return run_follower(rank)
-    ledger = TimeLedger(started=rank.started)
+    ledger = TimeLedger(started=rank.started, on_span=rank.trace.on_span)
     with ledger.phase(STARTUP):
         producer, store = _start(rank, ledger)
     reason = producer.run()
@@ -104,6 +105,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Producer, Any]:
     rank.channel = channel = make_channel(config, document, document.hub, rank.name)
     channel.deliver(m.WeightsStart, lambda received: _expect(subscriber, received))
     channel.start()
+    open_trace(rank, document, channel)
     say_hello(channel, rank, nodes[env.rank])
     dist.barrier()
     rank.stop.install()
@@ -116,6 +118,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Producer, Any]:
         subscriber=subscriber,
         ledger=ledger,
         profiler=make_profiler(rank, document.log_dir, MAX_DECODE_STEPS),
+        trace=rank.trace,
         events=events,
         stop_requested=rank.stop.requested,
     )

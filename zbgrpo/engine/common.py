@@ -46,6 +46,19 @@ def make_profiler(rank: Rank, log_dir: str, max_calls: int | None = None) -> Pro
     return Profiler(path, observe.enable_profiling, observe.profiling_steps, max_calls)
 
 
+def open_trace(rank: Rank, document: Document, channel: Channel) -> None:
+    """Write this rank's trace, and the hub's time in it as `channel` measures it."""
+    rank.trace.open(
+        Path(document.log_dir) / "trace" / f"rank-{rank.env.rank}.jsonl",
+        rank.title,
+        rank.env.rank,
+        rank.info.role.value,
+        document.run_id,
+        rank.config.observe.trace_limit,
+        channel.hub_clock,
+    )
+
+
 def log_start(rank: Rank, device: torch.device) -> None:
     """First lines of a rank's log: where it runs and with what."""
     logger.info(

@@ -27,6 +27,7 @@ from zbgrpo.observe import timeledger as phases
 from zbgrpo.observe.events import EventLog
 from zbgrpo.observe.profiling import Profiler
 from zbgrpo.observe.timeledger import TimeLedger
+from zbgrpo.observe.trace import Trace
 from zbgrpo.trainer.base import TrainerBackend
 from zbgrpo.transport import messages as m
 from zbgrpo.transport.channel import Channel
@@ -59,6 +60,7 @@ class Consumer:
         events: EventLog,
         temperatures: TemperatureSchedule,
         profiler: Profiler,
+        trace: Trace,
         version: int,
         evaluating: bool,
         check_alive: Callable[[], None],
@@ -69,7 +71,7 @@ class Consumer:
         self.trainer, self.tokenizer, self.group = trainer, tokenizer, group
         self.reader, self.channel, self.publisher, self.recorder = reader, channel, publisher, recorder
         self.time, self.events, self.temperatures = ledger, events, temperatures
-        self.profiler, self.version, self.evaluating = profiler, version, evaluating
+        self.profiler, self.trace, self.version, self.evaluating = profiler, trace, version, evaluating
         self.check_alive, self.stop_requested = check_alive, stop_requested
         self.saved_version = version
         self._states: dict[int, dict[str, Any]] = {}
@@ -178,7 +180,9 @@ class Consumer:
             self._commit(entry)
 
     def _train_minibatch(self, entry: PlanEntry, groups: list[TrainGroup]) -> None:
-        with self.time.phase(phases.BUSY):
+        begun = time.monotonic()
+        span = self.trace.span("forward/backward", step=entry.version, minibatch=entry.minibatch, groups=len(groups))
+        with self.time.phase(phases.BUSY), span:
             self.profiler.advance(entry.version)
             self.trainer.train_minibatch(
                 [group.payload for group in groups],
@@ -186,11 +190,11 @@ class Consumer:
                 [self.temperatures.at(Uid(group.header.episode, group.header.row)) for group in groups],
             )
             self.channel.send(m.Trained(entry.sequence))
-            self._log_trained(entry, groups)
+            self._log_trained(entry, groups, begun)
             if self.recorder is not None and entry.version % self.config.observe.rollout_interval == 0:
                 self._sampled += groups
 
-    def _log_trained(self, entry: PlanEntry, groups: list[TrainGroup]) -> None:
+    def _log_trained(self, entry: PlanEntry, groups: list[TrainGroup], begun: float) -> None:
         for header, _ in groups:
             self.events.append(
                 "trained",
@@ -201,21 +205,30 @@ class Consumer:
                 oldest=header.oldest_version,
                 newest=header.newest_version,
             )
+        self.events.append(
+            "minibatch",
+            step=entry.version,
+            responses=sum(group.payload.num_responses for group in groups),
+            tokens=sum(group.payload.num_tokens for group in groups),
+            seconds=round(time.monotonic() - begun, 6),
+        )
 
     def _commit(self, entry: PlanEntry) -> None:
-        with self.time.phase(phases.BUSY):
+        with self.time.phase(phases.BUSY), self.trace.span("optimizer step", step=entry.version):
             result = self.trainer.commit(abandon=self._left_out)
         if result is None:
             self._abandoned = True
             return
         self.version = entry.version + 1
-        self.channel.send(m.TimeReport(self.time.snapshot()), m.Committed(self.version, result.skipped))
+        seconds = self.time.snapshot()
+        self.channel.send(m.TimeReport(seconds), m.Committed(self.version, result.skipped))
         broadcast = None
-        with self.time.phase(phases.BLOCKED_ON_WEIGHTS):
+        with self.time.phase(phases.BLOCKED_ON_WEIGHTS), self.trace.span("snapshot", version=self.version):
             self._publish(pinned=entry.pin_version)
         if self.publisher is not None and self.publisher.last is not None:
             broadcast = self.publisher.last.seconds
-        self.events.append("commit", version=self.version, skipped=result.skipped)
+        times = {name: round(value, 6) for name, value in seconds.items()}
+        self.events.append("commit", version=self.version, skipped=result.skipped, times=times)
         logger.info("step %d: loss %.6g, gradient norm %.6g", self.version, result.loss, result.grad_norm)
         self.events.flush()
         if self.recorder is not None:
@@ -252,7 +265,7 @@ class Consumer:
         if self._abandoned:
             return
         self._save_state(version)
-        with self.time.phase(phases.CHECKPOINT):
+        with self.time.phase(phases.CHECKPOINT), self.trace.span("save model", version=version):
             saving.save_model(self.config, self.trainer, self.tokenizer, version)
 
     def _is_saved(self, version: int) -> bool:
@@ -261,7 +274,7 @@ class Consumer:
     def _save_state(self, version: int) -> None:
         if self._is_saved(version):
             return
-        with self.time.phase(phases.CHECKPOINT):
+        with self.time.phase(phases.CHECKPOINT), self.trace.span("save state", version=version):
             if (recorder := self.recorder) is not None:
                 # A state vouches for the lines of all its steps.
                 self._wait_for(lambda: recorder.num_waiting == 0 or None, "the last step's report")

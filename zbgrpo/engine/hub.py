@@ -24,11 +24,12 @@ from zbgrpo.ledger.evaluation import EvaluationBook
 from zbgrpo.ledger.ledger import Ledger
 from zbgrpo.ledger.records import Lease, PlanEntry, PlanKind
 from zbgrpo.observe.events import EventLog
+from zbgrpo.observe.trace import HubTrace
 from zbgrpo.transport import messages as m
 from zbgrpo.transport.plan_stream import PlanPublisher, StoredGroup
 from zbgrpo.transport.ring import RingWriter
 from zbgrpo.transport.server import Server
-from zbgrpo.transport.wire import split_groups
+from zbgrpo.transport.wire import check_frames
 from zbgrpo.types import DropReason
 
 _TURN_SECONDS = 0.1
@@ -50,6 +51,7 @@ class Hub:
             self.ledger.restore(spec.restored, spec.model_saved)
         self.evaluation = EvaluationBook(spec.eval_rows, spec.num_producers, spec.leases_per_producer)
         self.events = EventLog(spec.events_path)
+        self.trace = HubTrace(spec.events_path, spec.run_id, spec.trace_limit)
         self.events.append("started", run=spec.run_id, ring=ring.path, version=self.ledger.version)
         self.groups: dict[int, StoredGroup] = {}
         local = {reader.name: reader.dp_index for reader in spec.readers if reader.node == spec.node}
@@ -164,7 +166,7 @@ class Hub:
             self._finish(entry.kind.value)
 
     def _send_to_relay(self, node: int, entry: PlanEntry, groups: list[StoredGroup]) -> None:
-        frames = [frame for group in groups for frame in group.frames]
+        frames = [group.frame for group in groups]
         self.server.send(f"relay:{node}", m.PlanRelay(entry, [g.header for g in groups]), frames=frames)
 
     def _finish(self, reason: str) -> None:
@@ -183,6 +185,7 @@ class Hub:
         book, ledger = self.evaluation, self.ledger
         if self._due_evaluation is not None and ledger.version >= self._due_evaluation and book.version is None:
             book.start(self._due_evaluation)
+            self.trace.evaluation(self._due_evaluation)
             ledger.reserved = set(book.evaluators)
             self._due_evaluation = None
         if book.version is None:
@@ -215,9 +218,10 @@ class Hub:
                                    "digest": message.digest})  # fmt: skip
 
     def _groups(self, name: str, message: m.Groups, frames: list[memoryview]) -> None:
-        for header, tensors in zip(message.groups, split_groups(message.groups, frames), strict=True):
+        check_frames(message.groups, frames)
+        for header, frame in zip(message.groups, frames, strict=True):
             if self.ledger.deliver(header.lease_id, header.num_tokens, header.oldest_version, header.crc):
-                self.groups[header.lease_id] = StoredGroup(header, tensors)
+                self.groups[header.lease_id] = StoredGroup(header, frame)
 
     def _filtered(self, name: str, message: m.Filtered, frames: Any) -> None:
         if not self.ledger.filter(message.lease_id, message.mean_accuracy):
@@ -357,12 +361,13 @@ class Hub:
         if self.server.refused:
             self.events.append("refused", count=self.server.refused, last=self.server.last_refusal)
         self.events.close()
+        self.trace.close()
         return status
 
     def _write_events(self) -> None:
         if self.ledger.events:
-            for event in self.ledger.events:
-                self.events.append(**event)
+            self.trace.turn(self.ledger)
+            self.events.extend(self.ledger.events)
             self.ledger.events.clear()
             self.events.flush()
 

@@ -35,6 +35,8 @@ class HubSpec(Struct, frozen=True, kw_only=True):
     max_message_bytes: int
     readers: list[ReaderSpec]
     events_path: str
+    trace_limit: int = 0
+    """Most records of the hub's trace; 0: none is written."""
     hub_address: Optional[dict[str, str]] = None
     """For a relay: where the hub is."""
     num_rows: int = 0

@@ -38,6 +38,8 @@ def run_rank(config: RunConfig, env: TorchrunEnv) -> int:
         logger.info("%s", traceback.format_exc())  # for the log; the screen gets one line
         _report(rank, error)
         return 1
+    finally:
+        rank.trace.close()
     return EXIT_STOPPED if reason == "stop" else 0
 
 

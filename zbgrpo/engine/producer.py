@@ -25,14 +25,16 @@ from zbgrpo.inference.sampling import stream
 from zbgrpo.ledger.evaluation import EvaluationLease, EvaluationResult
 from zbgrpo.ledger.records import Lease
 from zbgrpo.observe import timeledger as phases
+from zbgrpo.observe.decoding import DecodeStatistics
 from zbgrpo.observe.events import EventLog
 from zbgrpo.observe.profiling import Profiler
 from zbgrpo.observe.timeledger import TimeLedger
+from zbgrpo.observe.trace import Trace
 from zbgrpo.rewards.messages import ScoreOutcome, ScoreRequest
 from zbgrpo.rewards.pool import RewardPool
 from zbgrpo.transport import messages as m
 from zbgrpo.transport.channel import Channel
-from zbgrpo.transport.wire import Buffer, group_header, join_groups, payload_crc, payload_views
+from zbgrpo.transport.wire import group_header, payload_crc, payload_frame
 from zbgrpo.types import DropReason, FinishReason, GroupPayload, Uid
 from zbgrpo.weights.staged import StagedSubscriber
 
@@ -58,12 +60,14 @@ class Producer:
         profiler: Profiler,
         events: EventLog,
         stop_requested: Callable[[], str | None],
+        trace: Trace | None = None,
     ) -> None:
         self.config = config
         self.backend, self.pool, self.prompts = backend, pool, prompts
         self.channel, self.subscriber = channel, subscriber
         self.time, self.events, self.stop_requested = ledger, events, stop_requested
-        self.profiler = profiler
+        self.trace = trace or Trace(enabled=False)
+        self.profiler, self.decoding = profiler, DecodeStatistics()
         self.temperatures = TemperatureSchedule(config.inference, len(prompts.usable), config.seed)
         self.work: dict[int, Work] = {}  # by key
         self.hold: int | None = None  # the version to stay with while it is evaluated
@@ -125,6 +129,7 @@ class Producer:
             case m.ReleaseVersion(version):
                 if self.hold == version:
                     self.hold = None
+                    self.trace.end("evaluation", version)
             case m.Finished(reason):
                 self.finished = reason
             case _:
@@ -136,6 +141,7 @@ class Producer:
         streams = [
             stream(self.config.seed, "train", lease.uid, lease.attempt, n) for n in range(inference.num_generations)
         ]
+        self.trace.begin("lease", lease.lease_id, uid=lease.uid, attempt=lease.attempt)
         self._submit(lease, row, streams, self.temperatures.at(lease.uid))
 
     def _start_evaluation_lease(self, lease: EvaluationLease) -> None:
@@ -146,6 +152,7 @@ class Producer:
             stream(self.config.seed, f"evaluation/{lease.task}", Uid(0, lease.row), 0, n)
             for n in range(evaluation.num_generations)
         ]
+        self.trace.begin("evaluation row", lease.lease_id, task=lease.task, row=lease.row)
         self._submit(lease, row, streams, evaluation.temperature)
 
     def _submit(self, lease: Any, row: Row, streams: list[int], temperature: float) -> None:
@@ -159,14 +166,18 @@ class Producer:
     def _apply_new_weights(self) -> None:
         if self.subscriber.ready() is None or self.hold is not None:
             return
-        with self.time.phase(phases.BLOCKED_ON_WEIGHTS if self.subscriber.applied_version >= 0 else phases.STARTUP):
+        phase = phases.BLOCKED_ON_WEIGHTS if self.subscriber.applied_version >= 0 else phases.STARTUP
+        with self.time.phase(phase), self.trace.span("apply") as noted:
             applied = self.subscriber.apply()
             if applied is not None:
+                noted["version"] = applied.version
                 digests = self.backend.weights_changed(applied.version)
                 if digests:
                     self.events.append("worker_digests", version=applied.version, digests=digests)
         if applied is not None:
             self.hold = applied.version if applied.keep else None
+            if applied.keep:
+                self.trace.begin("evaluation", applied.version, version=applied.version)
             logger.info("version %d applied", applied.version)
             self.events.append("applied", version=applied.version, digest=applied.digest)
             self.events.flush()  # first, as with groups
@@ -185,13 +196,22 @@ class Producer:
 
     def _decode(self) -> list[Response]:
         num_slots = self.backend.num_slots
-        if not self.backend.num_active and not self.backend.num_unstarted:
+        occupied = min(num_slots, self.backend.num_active + self.backend.num_unstarted)
+        self.trace.counter("slots in use", occupied)
+        if not occupied:
             return []
         self.profiler.advance(self.subscriber.applied_version)
-        occupied = min(num_slots, self.backend.num_active + self.backend.num_unstarted)
         rest = phases.EVAL if self.hold is not None else phases.STARVED
+        unstarted, begun = self.backend.num_unstarted, time.monotonic()
         with self.time.phase_weighted(phases.BUSY, occupied / num_slots, rest):
-            return self.backend.step()
+            responses = self.backend.step()
+        self.decoding.add(
+            occupied=occupied,
+            started=unstarted - self.backend.num_unstarted,
+            finished=len(responses),
+            seconds=time.monotonic() - begun,
+        )
+        return responses
 
     def _hand_back_lost(self) -> None:
         """What an engine that died had in work: training leases go back, evaluation is simply asked for again."""
@@ -210,6 +230,8 @@ class Producer:
                 continue
             work.responses[response.response_index] = response
             if len(work.responses) == work.num_responses:
+                work.complete_at = time.monotonic()
+                self.trace.begin("reward", response.key, responses=work.num_responses)
                 self.pool.submit(response.key, [self._score_request(work, n) for n in range(work.num_responses)])
 
     def _score_request(self, work: Work, number: int) -> ScoreRequest:
@@ -227,19 +249,19 @@ class Producer:
         else:
             scored = self.pool.poll()
         headers: list[m.GroupHeader] = []
-        tensors: list[list[memoryview]] = []
+        frames: list[bytes] = []
         for key, outcomes in scored:
+            self.trace.end("reward", key)
             work = self.work.pop(key)
             if isinstance(work.lease, EvaluationLease):
                 self._send_evaluation(work, outcomes)
             elif (ready := self._judge(work, work.lease, outcomes)) is not None:
                 headers.append(ready[0])
-                tensors.append(ready[1])
+                frames.append(ready[1])
         if not scored:
             return
         self.events.flush()  # first, so that nothing is known of a group that this log does not have
         if headers:
-            frames: list[Buffer] = join_groups(tensors)
             self.channel.send(m.Groups(headers), frames=frames)
         self._send_verdicts()
 
@@ -249,9 +271,7 @@ class Producer:
             self.channel.send(*self._verdicts)
             self._verdicts.clear()
 
-    def _judge(
-        self, work: Work, lease: Lease, outcomes: list[ScoreOutcome]
-    ) -> tuple[m.GroupHeader, list[memoryview]] | None:
+    def _judge(self, work: Work, lease: Lease, outcomes: list[ScoreOutcome]) -> tuple[m.GroupHeader, bytes] | None:
         """Make a group of responses and verdicts, or report why there is none."""
         failed = next((o for o in outcomes if o.error is not None), None)
         if failed is not None:
@@ -272,13 +292,14 @@ class Producer:
             return None
         algorithm = self.config.algorithm
         if algorithm.dynamic_batching and not is_effective(payload.ans_acc.tolist(), algorithm.filter_range):
-            self._filter(lease, payload)
+            self._filter(work, lease, payload)
             return None
-        views = payload_views(payload)
-        crc = payload_crc(views)
+        frame = payload_frame(payload)
+        crc = payload_crc(frame)
         header = group_header(lease.uid, lease.lease_id, lease.attempt, payload, crc)
-        self._log("sent", lease, crc=crc, oldest=header.oldest_version, newest=header.newest_version)
-        return header, views
+        versions = {"oldest": header.oldest_version, "newest": header.newest_version}
+        self._log("sent", lease, crc=crc, **versions, **work.costs())
+        return header, frame
 
     def _note_unparsable_gold(self, work: Work, outcomes: list[ScoreOutcome]) -> None:
         if any(o.gold_unparsable for o in outcomes) and work.row.line not in self._unparsable_rows:
@@ -289,7 +310,7 @@ class Producer:
                 len(self._unparsable_rows),
             )
 
-    def _filter(self, lease: Lease, payload: GroupPayload) -> None:
+    def _filter(self, work: Work, lease: Lease, payload: GroupPayload) -> None:
         self._verdicts.append(
             m.Filtered(
                 lease.lease_id,
@@ -301,7 +322,7 @@ class Producer:
                 bool((payload.rewards == payload.rewards[0]).all()),
             )
         )
-        self._log("filtered", lease, accuracy=float(payload.ans_acc.mean()))
+        self._log("filtered", lease, accuracy=float(payload.ans_acc.mean()), **work.costs())
 
     def _return(self, lease: Lease, detail: str) -> None:
         self._verdicts.append(m.Returned(lease.lease_id, detail))
@@ -331,9 +352,11 @@ class Producer:
         versions = {version for r in responses for _, version in r.spans}
         assert versions == {lease.version}, f"evaluation of version {lease.version} used {versions}"
         self.channel.send(m.Evaluated(lease.lease_id, result))
+        self.trace.end("evaluation row", lease.lease_id)
 
     def _log(self, kind: str, lease: Lease, **fields: Any) -> None:
         self.events.append(kind, lease=lease.lease_id, uid=list(lease.uid), attempt=lease.attempt, **fields)
+        self.trace.end("lease", lease.lease_id, outcome=kind)
 
     # ------------------------------------------------------------------------------------------ time
 
@@ -342,5 +365,13 @@ class Producer:
             self._send_times()
 
     def _send_times(self) -> None:
-        self._reported_at = time.monotonic()
-        self.channel.send(m.TimeReport(self.time.snapshot()))
+        self._reported_at, seconds = time.monotonic(), self.time.snapshot()
+        self.channel.send(m.TimeReport(seconds))
+        times = {name: round(value, 6) for name, value in seconds.items()}
+        self.events.append(
+            "decode",
+            version=self.subscriber.applied_version,
+            slots=self.backend.num_slots,
+            times=times,
+            rows=self.decoding.take(),
+        )

@@ -7,6 +7,7 @@ import time
 from types import FrameType
 
 from zbgrpo.config.schema import RunConfig
+from zbgrpo.observe.trace import Trace
 from zbgrpo.topology.env import TorchrunEnv
 from zbgrpo.topology.roles import Topology
 from zbgrpo.transport.channel import Channel
@@ -43,6 +44,7 @@ class Rank:
         self.stop = StopSignal()
         self.channel: Channel | None = None
         self.started = time.monotonic()
+        self.trace = Trace(config.observe.trace)
 
     @property
     def title(self) -> str:

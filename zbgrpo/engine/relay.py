@@ -17,7 +17,7 @@ from zbgrpo.transport.channel import Channel
 from zbgrpo.transport.plan_stream import PlanPublisher, StoredGroup
 from zbgrpo.transport.ring import RingWriter
 from zbgrpo.transport.server import Server
-from zbgrpo.transport.wire import NUM_TENSORS, Sender
+from zbgrpo.transport.wire import Sender, check_frames
 
 _TURN_SECONDS = 0.02
 
@@ -76,10 +76,8 @@ def _publish(publisher: PlanPublisher, message: Any, frames: list[memoryview]) -
     """Hand a plan entry on; whether it is the last one."""
     if not isinstance(message, m.PlanRelay):
         return False
-    stored = {
-        header.lease_id: StoredGroup(header, frames[i * NUM_TENSORS : (i + 1) * NUM_TENSORS])
-        for i, header in enumerate(message.groups)
-    }
+    check_frames(message.groups, frames)
+    stored = {header.lease_id: StoredGroup(header, f) for header, f in zip(message.groups, frames, strict=True)}
     publisher.publish(message.entry, stored)
     return message.entry.kind in (PlanKind.STOP, PlanKind.END)
 

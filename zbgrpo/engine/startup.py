@@ -259,6 +259,7 @@ def _hub_spec(config: RunConfig, topology: Topology, nodes: list[int], log_dir: 
         max_message_bytes=MAX_MESSAGE_BYTES,
         readers=[ReaderSpec(rank, nodes[rank], topology[rank].dp_index) for rank in topology.consumer_ranks],
         events_path=str(log_dir / "events" / "hub.jsonl"),
+        trace_limit=config.observe.trace_limit if config.observe.trace else 0,
         num_episodes=config.data.num_episodes,
         seed=config.seed,
         groups_per_step=config.groups_per_step,

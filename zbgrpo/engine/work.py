@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,16 @@ class Work:
     prompt_ids: list[int]
     num_responses: int
     responses: dict[int, Response] = field(default_factory=dict)
+    complete_at: float = 0.0
+    """Monotonic time at which the last response was there and scoring began."""
+
+    def costs(self) -> dict[str, Any]:
+        """What the group took, for the event log: tokens of the prompt and of each response, seconds of scoring."""
+        return {
+            "prompt_tokens": len(self.prompt_ids),
+            "lengths": [len(self.responses[n].token_ids) for n in range(self.num_responses)],
+            "scoring_seconds": round(time.monotonic() - self.complete_at, 6),
+        }
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class PlanEntry(Struct, frozen=True):
     ranks: list[list[int]] = []
 
 
-@dataclass
+@dataclass(slots=True)
 class LiveGroup:
     """A group between its lease and its end. `oldest_version` is that of the lease until the group has arrived."""
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from zbgrpo.errors import RunFolderError
-from zbgrpo.observe.jsonl import LineFile, encode_line, replace_file
+from zbgrpo.observe.jsonl import LineFile, encode_line, encode_lines, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,11 @@ class EventLog:
         NumPy scalars, enums, tuples and named tuples are fine; a non-finite float is written as null.
         """
         self._file.append(encode_line({"kind": kind, "time": round(self._clock(), 6), **fields}))
+
+    def extend(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Queue events that have their `kind` in them, all with the time of now; see `append`."""
+        now = round(self._clock(), 6)
+        self._file.append(encode_lines([{"kind": event["kind"], "time": now, **event} for event in events]))
 
     def flush(self) -> None:
         """Write what is queued, in one call."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,14 @@ def encode_line(record: Any) -> bytes:
     """One JSON line with its newline. Non-finite floats become null. Raises TypeError for what JSON cannot hold."""
     try:
         return _ENCODER.encode(record) + b"\n"
+    except NotImplementedError as error:
+        raise TypeError(str(error)) from None
+
+
+def encode_lines(records: Sequence[Any]) -> bytes:
+    """The lines of all records, in order; see `encode_line`."""
+    try:
+        return _ENCODER.encode_lines(records)
     except NotImplementedError as error:
         raise TypeError(str(error)) from None
 
@@ -66,7 +75,7 @@ class LineFile:
         _cut_torn_line(self._descriptor)
 
     def append(self, line: bytes) -> None:
-        """Queue one line (with its newline). Raises ValueError after `close`."""
+        """Queue one line, or several (each with its newline). Raises ValueError after `close`."""
         with self._lock:
             if self._descriptor is None:
                 raise ValueError(f"{self.path} is closed")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from zbgrpo.errors import PeerLostError, ProtocolError
+from zbgrpo.observe.clockoffset import ClockOffset
 from zbgrpo.transport.link import Link
 from zbgrpo.transport.messages import Abort, Goodbye, Message
 from zbgrpo.transport.sockets import Address, Dealer
@@ -22,6 +23,10 @@ from zbgrpo.transport.wire import Buffer, Sender, decode, encode
 
 logger = logging.getLogger(__name__)
 
+ACKNOWLEDGE_SECONDS = 0.002
+"""How long an acknowledgement waits for a message that it can ride on."""
+
+_LOOK_SECONDS = 0.2  # between two looks whether there is a connection
 _GONE_SECONDS = 10.0
 """How long there may be no connection at all: a hub that has died is never replaced."""
 
@@ -51,8 +56,13 @@ class Channel:
         self._inbox: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
         self._queues = [self._inbox]
         self._routes: dict[type, Callable[[Received], None]] = {}
+        self._on_failure: list[Callable[[PeerLostError], None]] = []
         self._link: Link[list[Buffer]] = Link(timing.resend_seconds)
+        self.hub_clock = ClockOffset()
+        """Distance to the other side's monotonic clock, measured with every heartbeat."""
         self._failure: PeerLostError | None = None
+        self._waiting = False
+        """Whether the thread must be woken for what is new in the outbox; it looks once more after it has set this."""
         self._closing = threading.Event()
         self._dealer: Dealer | None = None
         self._started = threading.Event()
@@ -66,9 +76,16 @@ class Channel:
             self._routes[kind] = own.put
         return own
 
-    def deliver(self, kind: type, callback: Callable[[Received], None]) -> None:
-        """Call back for messages of this type, in the channel's own thread: it must neither wait nor fail."""
+    def deliver(
+        self,
+        kind: type,
+        callback: Callable[[Received], None],
+        on_failure: Callable[[PeerLostError], None] = lambda error: None,
+    ) -> None:
+        """Call back for messages of this type, and when the channel fails, in the channel's own thread: it must neither
+        wait nor fail."""
         self._routes[kind] = callback
+        self._on_failure.append(on_failure)
 
     def start(self) -> Channel:
         """Start the thread; routes must be set before."""
@@ -80,7 +97,7 @@ class Channel:
         """Queue messages, with the tensors of the group message among them. Buffers must not change afterwards."""
         self.check()
         self._outbox.append((list(messages), frames))
-        if self._dealer is not None:
+        if self._waiting and self._dealer is not None:
             self._dealer.wake()
 
     def receive(self, timeout_seconds: float = 0.0) -> Received | None:
@@ -148,32 +165,42 @@ class Channel:
         heard = alive = connected = time.monotonic()
         while not self._closing.is_set() and self._failure is None:
             self._flush(dealer)
-            dealer.wait(self._timing.heartbeat_seconds / 4, or_writable=bool(self._outbox))
+            self._waiting = True
+            # What could not be sent waits for the connection; what has come since the flush is sent at once.
+            blocked = not self._flush(dealer)
+            owes = self._link.must_acknowledge
+            timeout = ACKNOWLEDGE_SECONDS if owes else self._timing.heartbeat_seconds / 4
+            dealer.wait(timeout, or_writable=blocked)
+            self._waiting = False
             now = time.monotonic()
             while (parts := dealer.receive()) is not None:
                 if self._arrived(parts, now):
                     heard = now
-            if now - alive >= self._timing.heartbeat_seconds or self._link.must_acknowledge:
+            if now - alive >= self._timing.heartbeat_seconds or (owes and self._link.must_acknowledge):
                 alive = now
                 self._link.must_acknowledge = False
-                dealer.send(encode(self._sender, 0, self._link.received, []))
+                dealer.send(encode(self._sender, 0, self._link.received, [], times=[time.monotonic()]))
             for item in self._link.due(now):
                 dealer.send(item)
-            if dealer.writable():
-                connected = now
-            elif now - connected > min(_GONE_SECONDS, self._timing.peer_timeout_seconds):
-                self._fail(PeerLostError("the hub is gone: its connection has closed"))
+            if now - connected >= _LOOK_SECONDS:
+                if dealer.writable():
+                    connected = now
+                elif now - connected > min(_GONE_SECONDS, self._timing.peer_timeout_seconds):
+                    self._fail(PeerLostError("the hub is gone: its connection has closed"))
             if now - heard > self._timing.peer_timeout_seconds:
                 self._fail(PeerLostError(f"the hub has been silent for {now - heard:.0f} s"))
 
-    def _flush(self, dealer: Dealer) -> None:
-        # Before there is a connection the messages wait here: they would be lost, and sent again only much later.
-        while self._outbox and dealer.writable():
+    def _flush(self, dealer: Dealer) -> bool:
+        """Send what waits; whether all of it could be sent. Before there is a connection the messages wait here: they
+        would be lost, and sent again only much later."""
+        while self._outbox:
             messages, frames = self._outbox[0]
             parts = encode(self._sender, self._link.next_sequence, self._link.received, messages, frames)
+            if not dealer.send(parts):
+                return False
             self._link.sent(parts, time.monotonic())
             self._outbox.popleft()  # only now, so that `drained` never misses a message between the two
-            dealer.send(parts)
+        return True
 
     def _arrived(self, parts: list[memoryview], now: float) -> bool:
         """Take a message; False when it is for another start of this peer, whose numbers mean nothing here."""
@@ -181,6 +208,9 @@ class Channel:
         if header.incarnation != self._sender.incarnation:
             return False
         self._link.acknowledged(header.acknowledged, now)
+        if len(header.times) == 3:
+            sent, received, answered = header.times
+            self.hub_clock.add(sent, received, answered, now)
         if header.sequence == 0 or not self._link.accept(header.sequence):
             return True
         for message in header.messages:
@@ -194,3 +224,5 @@ class Channel:
         self._failure = error
         for target in self._queues:
             target.put(None)
+        for tell in self._on_failure:
+            tell(error)

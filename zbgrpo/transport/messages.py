@@ -14,12 +14,13 @@ from zbgrpo.ledger.evaluation import EvaluationLease, EvaluationResult
 from zbgrpo.ledger.records import Lease, PlanEntry
 from zbgrpo.transport.ring import Descriptor
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised with every change that an older peer would misread."""
 
 
 class GroupHeader(Struct, frozen=True, array_like=True):
-    """What is known of a group without its tensors. Its tensors are the next `sizes[i]` rows of frame i."""
+    """What is known of a group without its tensors. Its frame has `sizes[i]` rows of tensor i, one tensor after the
+    other."""
 
     lease_id: int
     episode: int
@@ -29,7 +30,7 @@ class GroupHeader(Struct, frozen=True, array_like=True):
     oldest_version: int
     newest_version: int
     crc: int
-    """crc32 over the tensors in the order of `PAYLOAD_DTYPES`; the three logs are joined by it."""
+    """crc32 of the frame, which has the tensors in the order of `PAYLOAD_DTYPES`; the three logs are joined by it."""
     sizes: list[int]
 
 
@@ -60,7 +61,7 @@ class Applied(Struct, frozen=True, tag=True):
 
 
 class Groups(Struct, frozen=True, tag=True):
-    """Producer -> hub: finished groups, with their tensors in the frames."""
+    """Producer -> hub: finished groups, with one frame each."""
 
     groups: list[GroupHeader]
 
@@ -193,7 +194,7 @@ class PlanFor(Struct, frozen=True, tag=True):
 
 
 class PlanRelay(Struct, frozen=True, tag=True):
-    """Hub -> relay: an entry, with the groups of that node's ranks; tensors of all groups one after the other."""
+    """Hub -> relay: an entry, with the groups of that node's ranks, one frame each."""
 
     entry: PlanEntry
     groups: list[GroupHeader] = []
@@ -280,6 +281,12 @@ class Header(Struct, frozen=True, array_like=True):
     messages: list[Message]
     crcs: list[int] = field(default_factory=list)
     """crc32 of each raw frame behind the header."""
+    times: list[float] = field(default_factory=list)
+    """With sequence 0 only, in seconds of the monotonic clock of whoever wrote it. Rank -> hub: [sent]. Hub -> rank:
+    [sent, received, answered] of the rank's message that this answers; see `zbgrpo.observe.clockoffset`."""
+    lengths: list[int] = field(default_factory=list)
+    """Bytes of each frame, when all of them lie one after the other in the part behind the header; empty when each is a
+    part of its own."""
 
 
 MAGIC = "zbgrpo"

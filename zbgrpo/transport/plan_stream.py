@@ -1,23 +1,23 @@
 """The plan on its way to the consumers of one node: entries in order, their groups through the shared-memory ring.
 
-Writer side (hub or relay): `PlanPublisher`. Reader side (one per local consumer rank): `PlanReader`, whose thread
-copies each record out of the ring, gives it back at once, and queues whole entries for the training loop.
+Writer side (hub or relay): `PlanPublisher`. Reader side (one per local consumer rank): `PlanReader`, which copies each
+record out of the ring in the thread of its channel, gives it back at once, and queues whole entries for the training
+loop.
 """
 
 from __future__ import annotations
 
 import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from zbgrpo.errors import ProtocolError, ZbgrpoError
 from zbgrpo.ledger.records import PlanEntry, PlanKind
-from zbgrpo.transport.channel import Channel
+from zbgrpo.transport.channel import Channel, Received
 from zbgrpo.transport.messages import GroupHeader, Message, PlanFor, Release
-from zbgrpo.transport.ring import Descriptor, RingReader, RingWriter, split_frames
-from zbgrpo.transport.wire import Buffer, frame_lengths, payload_crc, payload_from_views
+from zbgrpo.transport.ring import Descriptor, RingReader, RingWriter
+from zbgrpo.transport.wire import Buffer, frame_bytes, payload_from_frame
 from zbgrpo.types import GroupPayload
 
 
@@ -25,7 +25,7 @@ class StoredGroup(NamedTuple):
     """A group in the hub's or a relay's memory: header and the bytes of its tensors."""
 
     header: GroupHeader
-    frames: Sequence[Buffer]
+    frame: Buffer
 
 
 class TrainGroup(NamedTuple):
@@ -73,28 +73,33 @@ class PlanPublisher:
         """Send whatever now fits."""
         while self._queue:
             entry, waiting = self._queue[0]
-            written = self._write(entry, waiting)
-            for name, dp_index in self._readers:
-                mine = [pair for pair in written if pair[0].lease_id in entry.ranks[dp_index]]
-                if mine or not waiting:
-                    headers, descriptors = [header for header, _ in mine], [descriptor for _, descriptor in mine]
+            for name, headers, descriptors in self._write(entry, waiting):
+                if headers or not waiting:
                     self._send(name, PlanFor(entry, headers, descriptors, complete=not waiting))
             if waiting:
                 return
             self._queue.popleft()
 
-    def _write(self, entry: PlanEntry, waiting: deque[StoredGroup]) -> list[tuple[GroupHeader, Descriptor]]:
-        """Move as many groups as fit from `waiting` into the ring."""
-        written = []
+    def _write(
+        self, entry: PlanEntry, waiting: deque[StoredGroup]
+    ) -> list[tuple[str, list[GroupHeader], list[Descriptor]]]:
+        """Move as many groups as fit from `waiting` into the ring; what each reader got."""
+        parts: list[tuple[str, list[GroupHeader], list[Descriptor]]] = [(name, [], []) for name, _ in self._readers]
+        of_rank = [
+            frozenset(i for i, (_, dp) in enumerate(self._readers) if dp == rank) for rank in range(len(entry.ranks))
+        ]
+        readers_of = {lease_id: readers for ids, readers in zip(entry.ranks, of_rank, strict=True) for lease_id in ids}
         while waiting:
-            header, frames = waiting[0]
-            readers = [i for i, (_, dp) in enumerate(self._readers) if header.lease_id in entry.ranks[dp]]
-            descriptor = self._ring.try_write(frames, readers)
+            header, frame = waiting[0]
+            readers = readers_of[header.lease_id]
+            descriptor = self._ring.try_write_content(frame, header.crc, readers)
             if descriptor is None:
                 break
             waiting.popleft()
-            written.append((header, descriptor))
-        return written
+            for reader in readers:
+                parts[reader][1].append(header)
+                parts[reader][2].append(descriptor)
+        return parts
 
     @property
     def num_queued(self) -> int:
@@ -106,19 +111,17 @@ class PlanReader:
 
     def __init__(self, channel: Channel, ring: RingReader) -> None:
         self._channel, self._ring = channel, ring
-        self._source = channel.route(PlanFor)
+        channel.deliver(PlanFor, self._arrived, self._stopped)
         self._ready: queue.SimpleQueue[PlannedEntry | ZbgrpoError] = queue.SimpleQueue()
         self._groups: list[TrainGroup] = []
         """Groups of the entry that is not complete yet."""
         self.stop_ahead = False
         """Whether STOP has arrived, perhaps behind entries that have not been taken yet."""
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="plan-reader", daemon=True)
+        self._broken = False
 
     def start(self) -> PlanReader:
-        """Start the channel and the thread."""
+        """Start the channel."""
         self._channel.start()
-        self._thread.start()
         return self
 
     def next_entry(self, timeout_seconds: float) -> PlannedEntry | None:
@@ -133,35 +136,34 @@ class PlanReader:
         return item
 
     def close(self) -> None:
-        """Stop the thread and let go of the ring."""
-        self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join(5.0)
+        """Close the channel, with whose thread nothing is read any more, and let go of the ring."""
         self._channel.close(drain_seconds=5.0)
+        self._stopped(ProtocolError("the plan reader has stopped"))
         self._ring.close()
 
-    def _run(self) -> None:
-        stopped: ZbgrpoError = ProtocolError("the plan reader has stopped")
+    # ------------------------------------------------------------------------------------------ the channel's thread
+
+    def _arrived(self, received: Received) -> None:
+        assert isinstance(received.message, PlanFor)
+        if self._broken:
+            return
         try:
-            while not self._closing.is_set():
-                received = self._channel.take(self._source, 0.2)
-                if received is not None:
-                    assert isinstance(received.message, PlanFor)
-                    self._read(received.message)
+            self._read(received.message)
         except ZbgrpoError as error:
-            stopped = error
-        finally:
-            self._ready.put(stopped)
+            self._stopped(error)
+
+    def _stopped(self, error: ZbgrpoError) -> None:
+        self._broken = True
+        self._ready.put(error)
 
     def _read(self, plan: PlanFor) -> None:
         if len(plan.groups) != len(plan.records):
             raise ProtocolError(f"a plan entry of {len(plan.groups)} groups with {len(plan.records)} ring records")
         for header, descriptor in zip(plan.groups, plan.records, strict=True):
-            record = self._ring.read(descriptor)
-            views = split_frames(memoryview(record), frame_lengths(header))
-            if payload_crc(views) != header.crc:
+            frame = self._ring.read_content(descriptor, frame_bytes(header))
+            if descriptor.crc != header.crc:
                 raise ProtocolError(f"group {header.lease_id} was changed on its way: its checksum does not match")
-            self._groups.append(TrainGroup(header, payload_from_views(header, views)))
+            self._groups.append(TrainGroup(header, payload_from_frame(header, frame)))
         if plan.records:
             self._channel.send(Release([descriptor.sequence for descriptor in plan.records]))
         if plan.complete:

@@ -98,8 +98,8 @@ class RingWriter:
       the end of the ring starts at its beginning.
     - `used_bytes`, from the start of the oldest record that is not reclaimed to the end of the newest, never exceeds
       `capacity_bytes`. An empty ring starts at its beginning again, so it takes any record up to `capacity_bytes`.
-    - All memory is reserved by `create`: no later write can fail for lack of memory.
-    - No call waits, and a call that raises changes nothing.
+    - All memory is reserved by `create`: no later write can fail for lack of memory. No call waits, and a call that
+      raises changes nothing.
 
     A ring of 512 bytes, two readers. A frame of 100 bytes is padded to 128 and has a header of 64:
 
@@ -139,6 +139,7 @@ class RingWriter:
         self.path = path
         self.capacity_bytes = capacity_bytes
         self._num_readers = num_readers
+        self._all_readers = frozenset(range(num_readers))
         self._memory = memory
         self._view = memoryview(memory)
         self._records: collections.deque[_Record] = collections.deque()
@@ -199,27 +200,32 @@ class RingWriter:
         as this returns; they must be contiguous (any item format). The caller sends the descriptor to each of the
         readers. Raises `ResourceError` when the record is larger than the ring, `ProtocolError` on a wrong reader.
         """
-        expected = frozenset(readers)
-        if not expected or not expected <= frozenset(range(self._num_readers)):
-            raise ProtocolError(
-                f"a ring record for readers {sorted(expected)} in a ring of {self._num_readers} readers"
-            )
-        views = [memoryview(frame) for frame in frames]
+        views, expected = [memoryview(frame) for frame in frames], frozenset(readers)
         length = record_bytes(view.nbytes for view in views)
-        if length > self.capacity_bytes:
-            raise ResourceError(
-                f"a record of {length} bytes can never fit into a ring of {self.capacity_bytes}; "
-                f"set transport.ring_bytes to {length} or more"
-            )
-        start = self._place(length)
+        start = self._place(length, expected)
         if start is None:
             return None
-        sequence = self._next_sequence
-        crc = self._copy(start % self.capacity_bytes, _RECORD_HEADER.pack(_RECORD_MAGIC, sequence, length), views)
-        self._records.append(_Record(start, expected, set(expected)))
+        header = _RECORD_HEADER.pack(_RECORD_MAGIC, self._next_sequence, length)
+        return self._written(start, length, expected, self._copy(start % self.capacity_bytes, header, views))
+
+    def try_write_content(self, content: Frame, crc: int, readers: frozenset[int]) -> Descriptor | None:
+        """The same for a single frame of bytes whose crc32 is known: the descriptor carries it and
+        `RingReader.read_content` checks it, so that it covers the whole way from whoever made the bytes."""
+        length = _RECORD_HEADER.size + _aligned(len(content))
+        start = self._place(length, readers)
+        if start is None:
+            return None
+        begin = _FILE_HEADER.size + start % self.capacity_bytes
+        _RECORD_HEADER.pack_into(self._view, begin, _RECORD_MAGIC, self._next_sequence, length)
+        begin += _RECORD_HEADER.size
+        self._view[begin : begin + len(content)] = content
+        return self._written(start, length, readers, crc)
+
+    def _written(self, start: int, length: int, readers: frozenset[int], crc: int) -> Descriptor:
+        self._records.append(_Record(start, readers, set(readers)))
         self._next_sequence += 1
         self._end = start + length
-        return Descriptor(sequence, start % self.capacity_bytes, length, crc)
+        return Descriptor(self._next_sequence - 1, start % self.capacity_bytes, length, crc)
 
     def release(self, reader: int, sequence: int) -> None:
         """Reader `reader` needs the record no longer. A second release of the same record changes nothing.
@@ -259,8 +265,15 @@ class RingWriter:
         self._memory.close()
         self.unlink()
 
-    def _place(self, length: int) -> int | None:
+    def _place(self, length: int, readers: frozenset[int]) -> int | None:
         """Position of the next record, or None when it would reach into one that is not reclaimed."""
+        if not readers or not readers <= self._all_readers:
+            raise ProtocolError(f"a ring record for readers {sorted(readers)} in a ring of {self._num_readers} readers")
+        if length > self.capacity_bytes:
+            raise ResourceError(
+                f"a record of {length} bytes can never fit into a ring of {self.capacity_bytes}; "
+                f"set transport.ring_bytes to {length} or more"
+            )
         start = self._end
         room_before_end = self.capacity_bytes - start % self.capacity_bytes
         if length > room_before_end:
@@ -331,25 +344,48 @@ class RingReader:
         Raises `ProtocolError` when the descriptor points outside the ring, or the bytes there are not those of the
         record it describes: wrong magic, sequence, length or checksum.
         """
-        sequence, offset, length = descriptor.sequence, descriptor.offset, descriptor.length
-        if offset < 0 or length < _RECORD_HEADER.size or offset + length > self.capacity_bytes:
-            raise ProtocolError(
-                f"descriptor of ring record {sequence} is corrupt: bytes {offset} to {offset + length} "
-                f"of a ring of {self.capacity_bytes}"
-            )
-        begin = _FILE_HEADER.size + offset
-        record = bytearray(self._view[begin : begin + length])
-        magic, found_sequence, found_length = _RECORD_HEADER.unpack_from(record)
-        if magic != _RECORD_MAGIC or found_sequence != sequence or found_length != length:
-            raise ProtocolError(f"ring record {sequence} is corrupt: its header does not match the descriptor")
+        begin = self._begin(descriptor)
+        record = bytearray(self._view[begin : begin + descriptor.length])
+        self._check(record, 0, descriptor)
         if zlib.crc32(record) != descriptor.crc:
-            raise ProtocolError(f"ring record {sequence} is corrupt: its checksum does not match the descriptor")
+            raise _corrupt(descriptor, "its checksum does not match the descriptor")
         return memoryview(record)
+
+    def read_content(self, descriptor: Descriptor, num_bytes: int) -> memoryview:
+        """A copy of what `RingWriter.try_write_content` wrote, without the header; `num_bytes` of it.
+
+        Raises `ProtocolError` as `read` does, and when a record of that content would not have the size of this one.
+        """
+        if _RECORD_HEADER.size + _aligned(num_bytes) != descriptor.length:
+            raise ProtocolError(f"a ring record of {descriptor.length} bytes cannot hold frames of [{num_bytes}] bytes")
+        begin = self._begin(descriptor)
+        self._check(self._view, begin, descriptor)
+        begin += _RECORD_HEADER.size
+        content = bytearray(self._view[begin : begin + num_bytes])
+        if zlib.crc32(content) != descriptor.crc:
+            raise _corrupt(descriptor, "or was changed on its way: its checksum does not match")
+        return memoryview(content)
+
+    def _begin(self, descriptor: Descriptor) -> int:
+        """Where in the file a record is, which must be inside the ring."""
+        offset, end = descriptor.offset, descriptor.offset + descriptor.length
+        if offset < 0 or descriptor.length < _RECORD_HEADER.size or end > self.capacity_bytes:
+            raise _corrupt(descriptor, f"bytes {offset} to {end} of a ring of {self.capacity_bytes}")
+        return _FILE_HEADER.size + offset
+
+    def _check(self, buffer: bytearray | memoryview, begin: int, descriptor: Descriptor) -> None:
+        magic, found_sequence, found_length = _RECORD_HEADER.unpack_from(buffer, begin)
+        if magic != _RECORD_MAGIC or found_sequence != descriptor.sequence or found_length != descriptor.length:
+            raise _corrupt(descriptor, "its header does not match the descriptor")
 
     def close(self) -> None:
         """Unmap the memory. Calling it again changes nothing."""
         self._view.release()
         self._memory.close()
+
+
+def _corrupt(descriptor: Descriptor, why: str) -> ProtocolError:
+    return ProtocolError(f"ring record {descriptor.sequence} is corrupt: {why}")
 
 
 def _free_bytes(folder: str) -> int:

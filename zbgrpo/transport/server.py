@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zbgrpo.errors import ProtocolError
-from zbgrpo.transport.channel import Timing
+from zbgrpo.transport.channel import ACKNOWLEDGE_SECONDS, Timing
 from zbgrpo.transport.link import Link
 from zbgrpo.transport.messages import Goodbye, Message
 from zbgrpo.transport.sockets import Keys, Router
@@ -26,6 +26,10 @@ class Peer:
     heard: float
     alive: float
     left: bool = False
+    owes_since: float | None = None
+    """When an acknowledgement that is not sent yet became due."""
+    asked: tuple[float, ...] = ()
+    """When its last question for the time was sent, by its clock, and received, by ours; empty once it is answered."""
 
 
 class Server:
@@ -39,6 +43,7 @@ class Server:
         self._router = Router(host, max_message_bytes, keys)
         self.address = self._router.address
         self.peers: dict[str, Peer] = {}
+        self._owes = False
         self.refused = 0
         """Messages that broke the protocol: counted and dropped."""
         self.last_refusal = ""
@@ -46,7 +51,7 @@ class Server:
     def poll(self, timeout_seconds: float, limit: int = 256) -> list[tuple[str, Message, list[memoryview]]]:
         """Messages that have arrived, in order per peer: at most about `limit`, after waiting for the first."""
         arrived: list[tuple[str, Message, list[memoryview]]] = []
-        if not self._router.wait(timeout_seconds):
+        if not self._router.wait(min(timeout_seconds, ACKNOWLEDGE_SECONDS) if self._owes else timeout_seconds):
             return arrived
         while len(arrived) < limit and (received := self._router.receive()) is not None:
             name, parts = received
@@ -70,6 +75,8 @@ class Server:
             raise ProtocolError(f"message of an earlier start of {header.sender}")
         peer.heard = now
         peer.link.acknowledged(header.acknowledged, now)
+        if len(header.times) == 1:
+            peer.asked = (header.times[0], now)
         if header.sequence == 0 or not peer.link.accept(header.sequence):
             return []
         peer.left = peer.left or any(isinstance(m, Goodbye) for m in header.messages)
@@ -85,12 +92,21 @@ class Server:
     def tick(self) -> list[str]:
         """Acknowledge, resend, keep alive; names of peers that have been silent for too long."""
         now, lost = time.monotonic(), []
+        self._owes = False
         for peer in self.peers.values():
-            if peer.left and not peer.link.must_acknowledge:
+            owes = peer.link.must_acknowledge
+            if peer.left and not owes:
                 continue
-            if peer.link.must_acknowledge or now - peer.alive >= self._timing.heartbeat_seconds:
+            if owes and peer.owes_since is None:
+                peer.owes_since = now
+            late = owes and (peer.left or now - (peer.owes_since or now) >= ACKNOWLEDGE_SECONDS)
+            if late or now - peer.alive >= self._timing.heartbeat_seconds:
                 peer.link.must_acknowledge, peer.alive = False, now
                 self._keep_alive(peer)
+            if not peer.link.must_acknowledge:
+                peer.owes_since = None
+            else:
+                self._owes = True
             for item in peer.link.due(now):
                 self._router.send(peer.name.encode(), item)
             if not peer.left and now - peer.heard > self._timing.peer_timeout_seconds:
@@ -121,5 +137,7 @@ class Server:
         self._router.close(_LINGER_SECONDS)
 
     def _keep_alive(self, peer: Peer) -> bool:
-        """Acknowledge what has arrived; whether the peer is still connected."""
-        return self._router.send(peer.name.encode(), encode(self._to(peer), 0, peer.link.received, []))
+        """Acknowledge what has arrived, answer what time it is; whether the peer is still connected."""
+        times = (*peer.asked, time.monotonic()) if peer.asked else ()
+        peer.asked = ()
+        return self._router.send(peer.name.encode(), encode(self._to(peer), 0, peer.link.received, [], times=times))

@@ -98,11 +98,16 @@ class _Base:
         return bool(ready.get(self._socket, 0) & zmq.POLLIN)
 
     def _receive(self) -> list[memoryview] | None:
+        receive = self._socket.recv
         try:
-            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            frame = receive(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        return [frame.buffer for frame in frames]
+        parts = [frame.buffer]
+        while frame.more:  # the rest is there too: a message arrives whole
+            frame = receive(copy=False)
+            parts.append(frame.buffer)
+        return parts
 
     def close(self, linger_seconds: float = 0.0) -> None:
         """Close; a second time changes nothing. What has not been handed to the network within `linger_seconds` is

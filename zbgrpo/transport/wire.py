@@ -1,21 +1,28 @@
-"""Bytes of a message: one msgpack header, then one raw frame per tensor. Nothing is ever unpickled.
+"""Bytes of a message: one msgpack header, then one raw frame per group (small ones in one part). Nothing is ever
+unpickled.
+
+The frame of a group holds its tensors back to back, in the order of `PAYLOAD_DTYPES`. Its crc32 is computed once, by
+whoever made the group, and checked wherever it arrives: it is the checksum of the frame in a message and of the record
+in a ring, and by it the logs are joined.
 
 Guarantees of `decode`: magic, protocol and run are right, the header has the declared types, every frame has its
-crc32; of `split_groups`: dtype and shape of each tensor agree with the length of its frame, checked with integers
-before anything is allocated. Anything else is a `ProtocolError`, and the message is not used.
+crc32; of `check_frames`: dtypes and shapes of a group's tensors agree with the length of its frame, checked with
+integers before anything is allocated. Anything else is a `ProtocolError`, and the message is not used.
 """
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from zbgrpo.errors import ProtocolError
-from zbgrpo.transport.messages import MAGIC, PROTOCOL, GroupHeader, Header, Message
+from zbgrpo.transport.messages import MAGIC, PROTOCOL, GroupHeader, Groups, Header, Message, PlanRelay
 from zbgrpo.types import PAYLOAD_DTYPES, GroupPayload, Uid
 
 Buffer = bytes | bytearray | memoryview
@@ -23,9 +30,10 @@ Buffer = bytes | bytearray | memoryview
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Header)
 _DTYPES = [np.dtype(name) for name in PAYLOAD_DTYPES.values()]
-_COLUMNS = [3 if name == "spans" else 1 for name in PAYLOAD_DTYPES]
+_ROW_BYTES = [np.dtype(kind).itemsize * (3 if name == "spans" else 1) for name, kind in PAYLOAD_DTYPES.items()]
 NUM_TENSORS = len(_DTYPES)
 MAX_HEADER_BYTES = 64 * 1024 * 1024
+_JOINED_BYTES = 1 << 20
 
 
 class Sender(NamedTuple):
@@ -37,11 +45,24 @@ class Sender(NamedTuple):
 
 
 def encode(
-    sender: Sender, sequence: int, acknowledged: int, messages: Sequence[Message], frames: Sequence[Buffer] = ()
+    sender: Sender,
+    sequence: int,
+    acknowledged: int,
+    messages: Sequence[Message],
+    frames: Sequence[Buffer] = (),
+    times: Sequence[float] = (),
 ) -> list[Buffer]:
-    """All parts of a multipart message; raises `ProtocolError` when the other side would refuse its header."""
-    crcs = [zlib.crc32(frame) for frame in frames]
-    header = _encoder.encode(Header(MAGIC, PROTOCOL, *sender, sequence, acknowledged, list(messages), crcs))
+    """All parts of a multipart message; raises `ProtocolError` when the other side would refuse its header.
+
+    The frames of a message with groups are those of its groups, whose checksums are not computed again.
+    """
+    crcs = _known_crcs(messages, len(frames)) or [zlib.crc32(frame) for frame in frames]
+    lengths: list[int] = []
+    if len(frames) > 1 and sum(sizes := [len(frame) for frame in frames]) <= _JOINED_BYTES:
+        # One copy more, which costs less than what the sockets do for every part.
+        lengths, frames = sizes, [b"".join(frames)]
+    fields = Header(MAGIC, PROTOCOL, *sender, sequence, acknowledged, list(messages), crcs, list(times), lengths)
+    header = _encoder.encode(fields)
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are accepted")
     return [header, *frames]
@@ -62,6 +83,8 @@ def decode(parts: Sequence[Buffer], run_id: str) -> tuple[Header, list[memoryvie
     if header.run_id != run_id:
         raise ProtocolError(f"message of another run ({header.run_id[:64]!r})")
     frames = [memoryview(part) for part in parts[1:]]
+    if header.lengths:
+        frames = _separated(frames, header.lengths)
     if len(frames) != len(header.crcs):
         raise ProtocolError(f"{len(frames)} frames, {len(header.crcs)} checksums")
     for number, (frame, crc) in enumerate(zip(frames, header.crcs, strict=True)):
@@ -70,96 +93,105 @@ def decode(parts: Sequence[Buffer], run_id: str) -> tuple[Header, list[memoryvie
     return header, frames
 
 
-def payload_views(payload: GroupPayload) -> list[memoryview]:
-    """The bytes of each tensor, in the order in which they travel."""
-    return [
-        np.ascontiguousarray(tensor, dtype=dtype).data.cast("B") if tensor.size else memoryview(b"")
-        for tensor, dtype in zip(payload, _DTYPES, strict=True)
-    ]
+def _separated(parts: Sequence[memoryview], lengths: Sequence[int]) -> list[memoryview]:
+    """The frames that lie one after the other in the one part."""
+    if len(parts) != 1 or min(lengths) < 0 or sum(lengths) != len(parts[0]):
+        raise ProtocolError(f"{len(lengths)} frames that are not the {len(parts)} parts of their message")
+    ends = list(accumulate(lengths))
+    return [parts[0][end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
-def payload_crc(views: Sequence[Buffer]) -> int:
-    """crc32 over all tensors of a group: its identity in the logs."""
-    crc = 0
-    for view in views:
-        crc = zlib.crc32(view, crc)
-    return crc
+def _known_crcs(messages: Sequence[Message], num_frames: int) -> list[int]:
+    for message in messages if num_frames else ():
+        if isinstance(message, (Groups, PlanRelay)) and len(message.groups) == num_frames:
+            return [group.crc for group in message.groups]
+    return []
+
+
+def payload_frame(payload: GroupPayload) -> bytes:
+    """The tensors of a group, back to back, in the order in which they travel."""
+    return b"".join([np.ascontiguousarray(t, dtype=kind).data for t, kind in zip(payload, _DTYPES, strict=True)])
+
+
+def payload_crc(frame: Buffer) -> int:
+    """crc32 over all tensors of a group: its identity in the logs, and what shows that its bytes are still the same."""
+    return zlib.crc32(frame)
 
 
 def group_header(uid: Uid, lease_id: int, attempt: int, payload: GroupPayload, crc: int) -> GroupHeader:
     """Header of a finished group."""
-    versions = payload.spans[:, 2]
+    versions = payload.spans[:, 2].tolist()
     return GroupHeader(
-        lease_id, uid.episode, uid.row, attempt, payload.num_tokens, int(versions.min()), int(versions.max()), crc,
+        lease_id, uid.episode, uid.row, attempt, payload.num_tokens, min(versions), max(versions), crc,
         [len(tensor) for tensor in payload],
     )  # fmt: skip
 
 
-def join_groups(groups: Sequence[Sequence[Buffer]]) -> list[Buffer]:
-    """One frame per tensor, each with that tensor of all groups, one group after the other."""
-    if len(groups) == 1:
-        return list(groups[0])
-    return [b"".join(group[i] for group in groups) for i in range(NUM_TENSORS)]
-
-
-def frame_lengths(header: GroupHeader) -> list[int]:
-    """Bytes of each tensor of a group."""
+def frame_bytes(header: GroupHeader) -> int:
+    """Bytes of the frame of a group, as its header declares them."""
     sizes = header.sizes
-    if len(sizes) != NUM_TENSORS or any(size < 0 for size in sizes):
+    if len(sizes) != NUM_TENSORS or min(sizes) < 0:
         raise ProtocolError(f"group {header.lease_id} declares sizes {sizes[:16]}")
-    return [s * c * d.itemsize for s, c, d in zip(sizes, _COLUMNS, _DTYPES, strict=True)]
+    return sum(map(operator.mul, sizes, _ROW_BYTES))
 
 
-def split_groups(headers: Sequence[GroupHeader], frames: Sequence[memoryview]) -> list[list[memoryview]]:
-    """The inverse of `join_groups`: views of each group's tensors; raises `ProtocolError`."""
-    if len(frames) != NUM_TENSORS:
-        raise ProtocolError(f"{len(frames)} tensors, {NUM_TENSORS} expected")
-    lengths = [frame_lengths(header) for header in headers]
-    for number, frame in enumerate(frames):
-        declared = sum(group[number] for group in lengths)
-        if declared != len(frame):
-            raise ProtocolError(f"tensor {number} has {len(frame)} bytes, its headers declare {declared}")
-    groups, offsets = [], [0] * NUM_TENSORS
-    for group in lengths:
-        groups.append([frames[i][offsets[i] : offsets[i] + group[i]] for i in range(NUM_TENSORS)])
-        offsets = [offset + length for offset, length in zip(offsets, group, strict=True)]
-    return groups
+def check_frames(headers: Sequence[GroupHeader], frames: Sequence[Buffer]) -> None:
+    """Raises `ProtocolError` unless there is one frame per group, of the length that its header declares."""
+    if len(frames) != len(headers):
+        raise ProtocolError(f"{len(frames)} frames, {len(headers)} groups")
+    for header, frame in zip(headers, frames, strict=True):
+        if frame_bytes(header) != len(frame):
+            raise ProtocolError(
+                f"group {header.lease_id} has {len(frame)} bytes, its header declares {frame_bytes(header)}"
+            )
 
 
-def payload_from_views(header: GroupHeader, views: Sequence[Buffer]) -> GroupPayload:
-    """Arrays over the given bytes (no copy); header, lengths, spans and counts agree; raises `ProtocolError`."""
-    if [len(view) for view in views] != frame_lengths(header):
-        raise ProtocolError(f"tensors of group {header.lease_id} do not have their declared sizes")
-    arrays = [np.frombuffer(view, dtype=dtype) for view, dtype in zip(views, _DTYPES, strict=True)]
-    payload = GroupPayload._make([*arrays[:-1], arrays[-1].reshape(-1, 3)])
-    num_responses = payload.num_responses
-    per_response = (payload.rewards, payload.format_acc, payload.ans_acc, payload.finish)
-    problem = (
-        num_responses == 0
-        or any(len(array) != num_responses for array in per_response)
-        or len(payload.prompt_ids) == 0
-        or bool((payload.lengths < 1).any())
-        or int(payload.lengths.sum()) != len(payload.response_ids)
-        or len(payload.logprobs) != len(payload.response_ids)
-        or not _spans_cover(payload)
-        or header.num_tokens != payload.num_tokens
-        or header.oldest_version != payload.spans[:, 2].min()
-        or header.newest_version != payload.spans[:, 2].max()
-    )
-    if problem:
+def payload_from_frame(header: GroupHeader, frame: Buffer) -> GroupPayload:
+    """Arrays over the given bytes (no copy, but of `spans` where they are not aligned); header, lengths, spans and
+    counts agree; raises `ProtocolError`."""
+    if len(frame) != frame_bytes(header):
+        raise ProtocolError(f"the tensors of group {header.lease_id} do not have their declared sizes")
+    arrays, offset = [], 0
+    for dtype, size, row_bytes in zip(_DTYPES, header.sizes, _ROW_BYTES, strict=True):
+        num_items = size * row_bytes // dtype.itemsize
+        arrays.append(np.frombuffer(frame, dtype, num_items, offset) if size else np.empty(0, dtype))
+        offset += size * row_bytes
+    spans = arrays[-1].reshape(-1, 3)
+    payload = GroupPayload._make([*arrays[:-1], spans if spans.flags.aligned else spans.copy()])
+    if not _agrees(header, payload):
         raise ProtocolError(f"header, lengths or spans of group {header.lease_id} contradict each other")
     return payload
 
 
-def _spans_cover(payload: GroupPayload) -> bool:
-    """Every response has spans that start at 0 and go up."""
-    responses, starts = payload.spans[:, 0].astype(np.int64), payload.spans[:, 1].astype(np.int64)
-    if len(responses) == 0 or responses.min() < 0 or responses.max() >= payload.num_responses:
+def _agrees(header: GroupHeader, payload: GroupPayload) -> bool:
+    """Whether counts, lengths, spans and header fit together. In plain numbers: a group has few responses and spans,
+    for which that is faster than arrays."""
+    num_prompt, num_new, num_logprobs, num_responses, *per_response, num_spans = header.sizes
+    if num_responses == 0 or num_spans == 0 or num_prompt == 0 or num_logprobs != num_new:
         return False
-    firsts = np.flatnonzero(np.diff(responses, prepend=-1))
-    return bool(
-        np.array_equal(responses[firsts], np.arange(payload.num_responses))
-        and (starts[firsts] == 0).all()
-        and (starts < payload.lengths[responses]).all()
-        and (np.diff(starts)[np.diff(responses) == 0] > 0).all()
+    lengths = payload.lengths.tolist()
+    if any(size != num_responses for size in per_response) or min(lengths) < 1 or sum(lengths) != num_new:
+        return False
+    spans = payload.spans.tolist()
+    versions = [version for _, _, version in spans]
+    return (
+        _spans_cover(spans, lengths)
+        and header.num_tokens == num_prompt + num_new
+        and header.oldest_version == min(versions)
+        and header.newest_version == max(versions)
     )
+
+
+def _spans_cover(spans: Sequence[Sequence[int]], lengths: Sequence[int]) -> bool:
+    """Every response has spans that start at 0 and go up."""
+    current, last_start = -1, 0
+    for response, start, _ in spans:
+        if response == current:
+            if start <= last_start:
+                return False
+        elif response != current + 1 or start != 0 or response == len(lengths):
+            return False
+        if start >= lengths[response]:
+            return False
+        current, last_start = response, start
+    return current == len(lengths) - 1

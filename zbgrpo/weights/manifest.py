@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 import torch
@@ -106,31 +107,56 @@ def _itemsize(dtype: str) -> int:
 
 # ------------------------------------------------------------------------------------------------ digests
 
-_CHUNK = 1 << 18
+_ROWS, _COLUMNS = 1 << 8, 1 << 10
 _MODULUS = (1 << 61) - 1
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """A position-sensitive 61-bit checksum of names and bytes, equal on every device. Detects accidents, not attacks.
 
-    Each chunk of 2^18 32-bit words is multiplied by odd 32-bit weights and summed, modulo 2^64 (modulo 2^32, two
-    flipped signs would cancel); the sums are hashed as a polynomial modulo 2^61 - 1.
+    The bytes of a tensor are 64-bit words, in chunks of 256 rows of 1024. Of each chunk the sums of its rows and those
+    of its columns are taken, which a processor does as fast as it reads; a word that changes changes one of each, and
+    two that change places change different ones. Both lists are cut into 32-bit halves, multiplied by odd 32-bit
+    weights and summed, modulo 2^64 (of 64-bit words, two flipped signs would cancel). These sums and the names are
+    hashed as a polynomial modulo 2^61 - 1.
+
+    Tensors are asked for one after the other, when their turn comes.
     """
-    total = 0
+    names, counts = [], []
+    sums: list[Tensor] = []
     weights: dict[torch.device, Tensor] = {}
     for name, tensor in tensors.items():
         words = _words(tensor.detach())
         if words.device not in weights:
-            steps = torch.arange(_CHUNK, dtype=torch.int64) * 2654435761 * 2 + 1
+            steps = torch.arange(2 * _COLUMNS, dtype=torch.int64) * 2654435761 * 2 + 1
             weights[words.device] = (steps & 0xFFFFFFFF).to(words.device)
-        sums = [(chunk.to(torch.int64) * weights[words.device][: len(chunk)]).sum() for chunk in words.split(_CHUNK)]
-        for value in (*name.encode(), *(torch.stack(sums).tolist() if sums else ())):
+        parts = _chunk_sums(words, weights[words.device])
+        names.append(name)
+        counts.append(sum(map(len, parts)))
+        sums += [part.to(sums[0].device) for part in parts] if sums else parts
+    values = iter(torch.cat(sums).tolist() if sums else ())
+    total = 0
+    for name, count in zip(names, counts, strict=True):
+        for value in (*name.encode(), *islice(values, count)):
             total = (total * 1_000_003 + value) % _MODULUS
     return f"{total:016x}"
 
 
+def _chunk_sums(words: Tensor, weights: Tensor) -> list[Tensor]:
+    """Weighted sums of the rows of each chunk, of its columns, and of the words behind the last whole row."""
+    num_rows = len(words) // _COLUMNS
+    chunks = words[: num_rows * _COLUMNS].view(num_rows, _COLUMNS).split(_ROWS) if num_rows else ()
+    rows, columns = words.new_zeros(len(chunks), _ROWS), words.new_empty(len(chunks), _COLUMNS)
+    for chunk, row_sums, column_sums in zip(chunks, rows, columns, strict=True):
+        torch.sum(chunk, 1, out=row_sums[: len(chunk)])
+        torch.sum(chunk, 0, out=column_sums)
+    rest = words[num_rows * _COLUMNS :].view(1, -1)
+    parts = [part for part in (rows, columns, rest) if part.numel()]
+    return [(part.view(torch.int32).to(torch.int64) * weights[: 2 * part.shape[1]]).sum(1) for part in parts]
+
+
 def _words(tensor: Tensor) -> Tensor:
     flat = tensor.contiguous().view(-1).view(torch.uint8)
-    if len(flat) % 4 or flat.storage_offset() % 4:
-        flat = torch.nn.functional.pad(flat, (0, -len(flat) % 4)).clone()
-    return flat.view(torch.int32)
+    if len(flat) % 8 or flat.storage_offset() % 8:
+        flat = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).clone()
+    return flat.view(torch.int64)

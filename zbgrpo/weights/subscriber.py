@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -35,6 +35,28 @@ class Incoming(NamedTuple):
     digest: str
     keep: bool = False
     """Announced as due for evaluation here: whoever applies it stays with it until told otherwise."""
+
+
+class _Arriving(Mapping[str, Tensor]):
+    """The tensors of a version that is being received, in the order in which they travel. Asking for one waits for its
+    bucket."""
+
+    def __init__(self, manifest: WeightManifest, buckets: list[Tensor], works: Sequence[dist.Work]) -> None:
+        self._views, self._works = manifest.views(buckets), works
+        self._bucket = {slot.spec.name: slot.bucket for slot in manifest.slots}
+        self._num_arrived = 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        while self._num_arrived <= self._bucket[name]:
+            self._works[self._num_arrived].wait()
+            self._num_arrived += 1
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
 
 
 class WeightSubscriber:
@@ -151,11 +173,11 @@ class WeightSubscriber:
                 dist.broadcast(tensor, src=self._source_rank, group=self._group, async_op=True)
                 for tensor in (*shadow, trailer)
             ]
+            value = digest(_Arriving(self._manifest, shadow, works))  # computed while later buckets travel
             for work in works:
                 work.wait()
             finish()
             sent_version, sent_digest = trailer.tolist()
-            value = digest(self._manifest.views(shadow))
         if sent_version != version or f"{sent_digest:016x}" != value:
             raise WeightSyncError(
                 f"version {version} arrived damaged: digest {value}, but {sent_digest:016x} of {sent_version} was sent"

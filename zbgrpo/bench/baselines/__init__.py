@@ -1,0 +1,1 @@
+"""Programs that benchmarks are compared with. Each runs in an environment of its own."""
