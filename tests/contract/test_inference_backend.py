@@ -131,6 +131,17 @@ def test_pad_equal_to_end_and_such_ids_inside_the_prompt(make: Make, model: Any)
     assert all(r.token_ids[-1] == EOS and EOS not in r.token_ids[:-1] for r in ended)
 
 
+def test_a_response_keeps_to_its_own_limit(make: Make, free: tuple[list[int], dict[Any, Response]]) -> None:
+    """Where it is the lesser one, whatever its neighbours do; it is the beginning of what it would be without."""
+    prompt, whole = free
+    longest = len(whole[0, 0].token_ids)
+    limits = [3, longest, 1, longest + 5, 7, 2, longest - 1, 4]
+    backend = make(Setup(no_end(tiny_model("qwen2", tied=True)), Endless(tiny_tokenizer()), slots=3))
+    for (_, n), response in run(backend, [request_of(0, prompt, 8)._replace(max_new_tokens=limits)]).items():
+        assert response.finish is FinishReason.LENGTH
+        assert response.token_ids.tolist() == whole[0, n].token_ids[: limits[n]].tolist()
+
+
 def test_top_k_and_top_p_restrict_the_choice_and_not_the_logprob(make: Make, engine: str, model: Any) -> None:
     prompt = prompts_of([5])[0]
     temperature = 1.3 if engine in STEPPING else 1.0  # vLLM has no such log-probs at another, see `vllm_settings`

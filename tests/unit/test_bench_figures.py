@@ -56,17 +56,26 @@ class FakeSide:
 def test_log_prob_ratios_are_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprob, "Side", FakeSide)
     FakeSide.runs = {
-        "chunked": [logprob.Run(2.0, 10, 5.0), logprob.Run(3.0, 20, 5.0), logprob.Run(8.0, 30, 5.0)],
-        "whole": [logprob.Run(2.0, 100, 5.0), logprob.Run(2.0, 100, 5.0), logprob.Run(2.0, 100, 5.0)],
+        "chunked": [
+            logprob.Run(2.0, 2 * 2.0, 10, 5.0),
+            logprob.Run(3.0, 2 * 3.0, 20, 5.0),
+            logprob.Run(8.0, 2 * 8.0, 30, 5.0),
+        ],
+        "whole": [
+            logprob.Run(2.0, 2 * 2.0, 100, 5.0),
+            logprob.Run(2.0, 2 * 2.0, 100, 5.0),
+            logprob.Run(2.0, 2 * 2.0, 100, 5.0),
+        ],
     }
     result = logprob.measure(logprob.Problem(), 3)
     assert (result["time_ratio"], result["time_ratio_min"], result["time_ratio_max"]) == (1.5, 1.0, 4.0)
+    assert result["cpu_ratio"] == 1.5
     assert (result["memory_ratio"], result["chunked_extra_mb"]) == (0.2, 2e-05)
 
 
 def test_sides_that_disagree_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprob, "Side", FakeSide)
-    FakeSide.runs = {"chunked": [logprob.Run(1.0, 1, 5.0)], "whole": [logprob.Run(1.0, 1, 5.1)]}
+    FakeSide.runs = {"chunked": [logprob.Run(1.0, 2 * 1.0, 1, 5.0)], "whole": [logprob.Run(1.0, 2 * 1.0, 1, 5.1)]}
     with pytest.raises(ZbgrpoError, match="disagree"):
         logprob.measure(logprob.Problem(), 1)
 

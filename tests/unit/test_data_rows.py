@@ -42,6 +42,14 @@ def test_messages_may_be_a_list(tmp_path: Path) -> None:
     assert load_one(tmp_path, {"messages": messages, "gt_answer": "4"}).messages == messages
 
 
+def test_a_row_may_limit_its_responses(tmp_path: Path) -> None:
+    row = {"messages": QUESTION, "gt_answer": "4"}
+    assert load_one(tmp_path, row).max_new_tokens is None
+    assert load_one(tmp_path, row | {"max_new_tokens": 5}).max_new_tokens == (5,)
+    limited = load_one(tmp_path, row | {"max_new_tokens": [5, 7]})
+    assert limited.max_new_tokens == (5, 7) and limited.extra == {}
+
+
 @pytest.mark.parametrize(
     "cases",
     [
@@ -92,6 +100,8 @@ BAD = [
     ('{"messages": {"role": "user", "content": 3}, "gt_answer": "4"}', "the content of a message must be text"),
     ('{"messages": {"role": "user", "content": "\\ud83d"}, "gt_answer": "4"}', "half of a surrogate pair"),
     ('{"messages": {"role": "user", "content": "hi"}}', "neither gt_answer nor test_cases"),
+    ('{"messages": {"role": "user", "content": "hi"}, "gt_answer": 1, "max_new_tokens": [4, 0]}', "positive whole"),
+    ('{"messages": {"role": "user", "content": "hi"}, "gt_answer": 1, "max_new_tokens": true}', "positive whole"),
     *[
         (f'{{"messages": {json.dumps(QUESTION)}, "gt_answer": {gold}}}', reason)
         for gold, reason in [

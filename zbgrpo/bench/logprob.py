@@ -7,6 +7,7 @@ logits = hidden @ weight.T, log_softmax, gather, entropy, backward.
 memory_ratio  extra memory at the peak (the most that is resident, minus inputs and what Python and torch take, minus
               the gradient of the weight, which both must have), each side in a process of its own
 time_ratio    seconds forward and backward, median over interleaved pairs, each side in a process of its own
+cpu_ratio     the same in seconds of CPU, which other load on the machine changes less
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Run(NamedTuple):
     """One forward and backward pass."""
 
     seconds: float
+    cpu_seconds: float
     extra_bytes: int
     checksum: float
     """Of the log-probs, entropies and gradients: both sides must agree."""
@@ -84,17 +86,17 @@ def run_side(side: str, problem: Problem, tensors: Sequence[torch.Tensor]) -> Ru
     hidden.grad = weight.grad = None
     before = _resident_bytes()
     _forget_peak()
-    start = time.monotonic()
+    start, cpu_start = time.monotonic(), time.process_time()
     if side == "chunked":
         logprobs, entropy = token_logprobs(hidden, weight, targets, problem.temperature, problem.chunk_tokens)
     else:
         logprobs, entropy = whole_logits(hidden, weight, targets, problem.temperature)
     logprobs.backward(upstream)  # type: ignore[no-untyped-call]
-    seconds = time.monotonic() - start
+    seconds, cpu_seconds = time.monotonic() - start, time.process_time() - cpu_start
     extra = _resident_bytes(peak=True) - before - weight.numel() * weight.element_size()
     assert hidden.grad is not None and weight.grad is not None
     sums = (logprobs.detach(), entropy, hidden.grad.abs(), weight.grad.abs())
-    return Run(seconds, extra, float(sum(tensor.double().sum() for tensor in sums)))
+    return Run(seconds, cpu_seconds, extra, float(sum(tensor.double().sum() for tensor in sums)))
 
 
 def _serve_side(side: str, problem: Problem) -> int:
@@ -176,6 +178,7 @@ def measure(problem: Problem, num_pairs: int) -> dict[str, Any]:
     return {
         **pairs_summary([pair["chunked"].extra_bytes / pair["whole"].extra_bytes for pair in pairs], "memory_ratio"),
         **pairs_summary([pair["chunked"].seconds / pair["whole"].seconds for pair in pairs], "time_ratio"),
+        **pairs_summary([pair["chunked"].cpu_seconds / pair["whole"].cpu_seconds for pair in pairs], "cpu_ratio"),
         **{f"{side}_seconds": rounded(median(pair[side].seconds for pair in pairs)) for side in _SIDES},
         **{f"{side}_extra_mb": rounded(median(pair[side].extra_bytes for pair in pairs) / 1e6) for side in _SIDES},
         "problem": msgspec.structs.asdict(problem),

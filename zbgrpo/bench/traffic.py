@@ -22,6 +22,7 @@ from zbgrpo.errors import PeerLostError, ProtocolError
 from zbgrpo.ledger.records import Lease, PlanKind
 from zbgrpo.transport import messages as m
 from zbgrpo.transport.channel import Channel, Timing
+from zbgrpo.transport.memory import keep_freed_memory
 from zbgrpo.transport.plan_stream import PlannedEntry, PlanReader, TrainGroup
 from zbgrpo.transport.ring import RingReader
 from zbgrpo.transport.wire import Sender, group_header, payload_crc, payload_frame
@@ -229,6 +230,7 @@ def as_tensors(group: TrainGroup) -> dict[str, Any]:
 
 
 def _channel(settings: Settings, name: str) -> Channel:
+    keep_freed_memory()
     return Channel(address_of(settings.address), Sender(settings.run_id, name), TIMING, MAX_MESSAGE_BYTES)
 
 

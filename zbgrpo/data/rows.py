@@ -39,6 +39,7 @@ class Row(NamedTuple):
     test_cases: dict[str, Any] | None
     extra: dict[str, Any]  # every other key of the row
     line: int  # 1-based line (JSON Lines) or row (parquet, datasets) it came from
+    max_new_tokens: tuple[int, ...] | None = None  # own limits of its responses, in turn; None: that of the run
 
 
 class LoadedRows(NamedTuple):
@@ -47,6 +48,9 @@ class LoadedRows(NamedTuple):
     rows: list[Row]
     num_bad: int
     first_bad: str = ""  # `file:line: reason` of the first skipped row
+
+
+_FIELDS = ("messages", "gt_answer", "test_cases", "max_new_tokens")
 
 
 class _BadRow(Exception):
@@ -167,8 +171,17 @@ def _to_row(value: Any, line: int) -> Row:
     test_cases = _to_test_cases(value.get("test_cases"))
     if gt_answer is None and test_cases is None:
         raise _BadRow("neither gt_answer nor test_cases")
-    extra = {key: item for key, item in value.items() if key not in ("messages", "gt_answer", "test_cases")}
-    return Row(messages, gt_answer, test_cases, extra, line)
+    extra = {key: item for key, item in value.items() if key not in _FIELDS}
+    return Row(messages, gt_answer, test_cases, extra, line, _limits(value.get("max_new_tokens")))
+
+
+def _limits(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    limits = value if isinstance(value, list) else [value]
+    if not limits or not all(type(limit) is int and limit > 0 for limit in limits):
+        raise _BadRow("`max_new_tokens` is neither a positive whole number nor a list of them")
+    return tuple(limits)
 
 
 def _to_messages(value: Any) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from zbgrpo.errors import PeerLostError
 from zbgrpo.observe.profiling import Profiler
 from zbgrpo.transport import messages as m
 from zbgrpo.transport.channel import Channel, Timing
+from zbgrpo.transport.memory import keep_freed_memory
 from zbgrpo.transport.wire import Sender
 
 DRAIN_SECONDS = 15.0
@@ -83,6 +84,7 @@ def gather_nodes(store: Any, rank: Rank) -> list[int]:
 
 def make_channel(config: RunConfig, document: Document, address: dict[str, str], name: str) -> Channel:
     """A channel to a hub or relay, not started."""
+    keep_freed_memory()
     transport = config.transport
     timing = Timing(transport.heartbeat_seconds, transport.peer_timeout_seconds, transport.resend_seconds)
     return Channel(address_of(address), Sender(document.run_id, name), timing, MAX_MESSAGE_BYTES)

@@ -89,7 +89,8 @@ class Consumer:
             entry, groups = self._next_entry()
             match entry.kind:
                 case PlanKind.TRAIN:
-                    self._train(entry, groups)
+                    with self.time.phase(phases.BUSY):  # what follows books its waiting itself
+                        self._train(entry, groups)
                 case PlanKind.SAVE:
                     self._save(entry.version)
                 case PlanKind.EVAL:

@@ -24,6 +24,7 @@ import msgspec
 from zbgrpo.engine.hub_spec import HubSpec, HubStarted
 from zbgrpo.errors import PeerLostError, ResourceError, ZbgrpoError
 from zbgrpo.transport import messages as m
+from zbgrpo.transport.memory import keep_freed_memory
 from zbgrpo.transport.ring import RingWriter
 from zbgrpo.transport.server import Server
 from zbgrpo.transport.sockets import Address, Keys
@@ -118,6 +119,7 @@ def child_main(run: Callable[[HubSpec, Server, RingWriter], int]) -> int:
             # What is made from here on lives until its group has ended, and has no cycles: looking for some among it,
             # at every few hundred new objects, took a fifth of the hub's time.
             gc.set_threshold(_GARBAGE_OBJECTS)
+            keep_freed_memory()
             return run(spec, server, ring)
         except Exception as error:
             signal.signal(_PARENT_GONE, signal.SIG_IGN)

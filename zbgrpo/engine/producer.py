@@ -159,7 +159,9 @@ class Producer:
         key, self._next_key = self._next_key, self._next_key + 1
         prompt_ids = self.prompts.render(row.messages)
         self.work[key] = Work(lease, row, prompt_ids, len(streams))
-        self.backend.submit(GenerationRequest(key, prompt_ids, streams, temperature))
+        own = row.max_new_tokens
+        limits = None if own is None else [own[n % len(own)] for n in range(len(streams))]
+        self.backend.submit(GenerationRequest(key, prompt_ids, streams, temperature, limits))
 
     # ------------------------------------------------------------------------------------------ weights, leases
 

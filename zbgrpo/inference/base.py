@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Optional, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +20,8 @@ class GenerationRequest(NamedTuple):
     """One 64-bit number per response that decides all its random numbers; see `sampling.stream`."""
     temperature: float
     """0 is greedy."""
+    max_new_tokens: Optional[Sequence[int]] = None
+    """Most tokens of each response, where that is less than the engine's own limit."""
 
 
 class Response(NamedTuple):

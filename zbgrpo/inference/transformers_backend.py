@@ -67,6 +67,7 @@ class TransformersBackend:
         self._streams = np.zeros(self._num_slots, dtype=np.uint64)
         self._temperatures = np.ones(self._num_slots)
         self._lengths = np.zeros(self._num_slots, dtype=np.int64)  # tokens of the response so far
+        self._limits = np.zeros(self._num_slots, dtype=np.int64)  # most tokens of the response
         self._prompts = np.zeros(self._num_slots, dtype=np.int64)
         self._last = np.zeros(self._num_slots, dtype=np.int64)  # the newest token
         self._tokens = np.zeros((self._num_slots, self._max_new), dtype=np.int32)
@@ -141,6 +142,8 @@ class TransformersBackend:
         self._streams[slot] = np.uint64(request.streams[group.started])
         self._temperatures[slot] = request.temperature
         self._prompts[slot], self._lengths[slot] = len(request.prompt_ids), 0
+        own = self._max_new if request.max_new_tokens is None else request.max_new_tokens[group.started]
+        self._limits[slot] = min(own, self._max_new)
         self._slots.append(_Slot(request.key, group.started, [(0, self._version)]))
         group.started += 1
 
@@ -212,7 +215,7 @@ class TransformersBackend:
         numbers = np.arange(slots.start, slots.stop)
         self._tokens[numbers, lengths], self._logprobs[numbers, lengths] = tokens, values.cpu().numpy()
         lengths += 1
-        ended, full = self._rule.is_end(tokens), lengths == self._max_new
+        ended, full = self._rule.is_end(tokens), lengths == self._limits[part]
         reasons = {row: FinishReason.LENGTH for row in np.flatnonzero(full).tolist()}
         for row in np.flatnonzero(self._rule.may_complete(tokens) & ~ended).tolist():
             if self._rule.has_stop_string(self._tokens[slots[row], : lengths[row]]):
@@ -228,7 +231,7 @@ class TransformersBackend:
         if number != last:
             self._cache.move(last, number, int(self._prompts[last] + self._lengths[last]) - 1)
             self._slots[number] = self._slots[last]
-            for array in (self._streams, self._temperatures, self._lengths, self._prompts, self._last):
+            for array in (self._streams, self._temperatures, self._lengths, self._limits, self._prompts, self._last):
                 array[number] = array[last]
             moved = int(self._lengths[last])
             for matrix in (self._tokens, self._logprobs):

@@ -165,7 +165,10 @@ class VllmBackend:
             self._num_jobs += 1
             self._active[name] = (request, index)
             job = Job(name, request.prompt_ids, int(request.streams[index]), request.temperature)
-            self._engine.submit(job, self._rule)
+            rule = self._rule
+            if request.max_new_tokens is not None:
+                rule = rule._replace(max_new_tokens=min(rule.max_new_tokens, request.max_new_tokens[index]))
+            self._engine.submit(job, rule)
             group.started += 1
             if group.started == len(request.streams):
                 self._waiting.popleft()

@@ -1,0 +1,162 @@
+"""What overlapping is worth: a run against the same run with --max-staleness 0: `zbgrpo bench overlap`.
+
+One producer and one consumer, a core each (the producer's has its reward workers too, the consumer's the hub),
+responses of one length. Two short runs measure what a decode step costs; the number of decode slots is then chosen so
+that generating a step's groups takes as long as training them. Then pairs of a synchronous and an asynchronous run.
+
+    ratio        samples/s of the asynchronous run by those of the synchronous one, where roles take turns: at most 2,
+                 but for what turns cost beside (an empty start of each round, a wait for the last response)
+    alone_ratio  samples/s of the asynchronous run by those of its slower role alone, as it works in the synchronous run
+                 where nobody is beside it
+    bubble       consumers, producers: of the asynchronous run, between two commits (see zbgrpo/bench/roles.py);
+                 limiting: of the slower role; other: of the faster one, less `imbalance`, the share of its time that
+                 it would idle at these rates if nothing were lost
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import repeat
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from zbgrpo.bench.common import finish, load_average, new_parser, pairs_summary, rounded
+from zbgrpo.bench.roles import GENERATIONS, Sizes, Window, prepare, read_window, run
+
+NUM_PAIRS = 3
+WINDOW_STEPS = 15
+TOKENS = 32
+GROUPS_PER_STEP = 8
+_MOST_SLOTS = 8  # in groups
+
+
+class Pair(NamedTuple):
+    """A synchronous and an asynchronous run, one after the other."""
+
+    synchronous: Window
+    asynchronous: Window
+
+    @property
+    def ratio(self) -> float:
+        return self.asynchronous.samples_per_s / self.synchronous.samples_per_s
+
+    @property
+    def slower_seconds(self) -> float:
+        """Of a step's work of the slower role, done alone."""
+        return max(self.synchronous.training_seconds, self.synchronous.generating_seconds)
+
+    @property
+    def alone_ratio(self) -> float:
+        return self.slower_seconds / self.asynchronous.step_seconds
+
+    @property
+    def consumers_limit(self) -> bool:
+        return self.asynchronous.training_seconds >= self.asynchronous.generating_seconds
+
+    @property
+    def imbalance(self) -> float:
+        """By the rates of the asynchronous run itself, where each role works beside the other one."""
+        both = self.asynchronous.training_seconds, self.asynchronous.generating_seconds
+        return 1 - min(both) / max(both)
+
+    @property
+    def limiting_bubble(self) -> float:
+        return self.asynchronous.consumers if self.consumers_limit else self.asynchronous.producers
+
+    @property
+    def other_bubble(self) -> float:
+        """Beyond the imbalance of rates."""
+        other = self.asynchronous.producers if self.consumers_limit else self.asynchronous.consumers
+        return other - self.imbalance
+
+
+def sizes_of(slots_groups: int) -> Sizes:
+    """Of a run with that many groups decoded together, and as many leases again, so that slots are refilled."""
+    return Sizes(GROUPS_PER_STEP, GROUPS_PER_STEP, GENERATIONS, slots_groups, 2 * slots_groups, TOKENS)
+
+
+def balanced_slots(few: tuple[int, Window], many: tuple[int, Window]) -> int:
+    """The number of groups to decode together with which generating takes as long as training.
+
+    From two synchronous runs: their generating seconds give the two costs of a decode step, a + b x slots, with which
+    every other number's follow. Occupied slots are what is counted, so a last, partly filled round costs its part.
+    """
+    per_step = [(slots, window.generating_seconds / _rounds(slots)) for slots, window in (few, many)]
+    (x0, y0), (x1, y1) = per_step
+    slope = (y1 - y0) / (x1 - x0)
+    training = median([few[1].training_seconds, many[1].training_seconds])
+    return min(
+        range(1, _MOST_SLOTS + 1),
+        key=lambda slots: abs(math.log(_rounds(slots) * (y0 + slope * (slots - x0)) / training)),
+    )
+
+
+def _rounds(slots: int) -> float:
+    return GROUPS_PER_STEP / slots
+
+
+def measure(folder: Path, num_pairs: int, window_steps: int) -> dict[str, Any]:
+    """All runs. Raises ZbgrpoError if one fails."""
+    prepare(folder, repeat([TOKENS] * GENERATIONS))
+
+    def window(name: str, slots: int, max_staleness: int, steps: int) -> Window:
+        sizes = sizes_of(slots)
+        return read_window(run(folder, name, sizes, max_staleness, steps), sizes, steps)
+
+    few, many = ((slots, window(f"slots-{slots}", slots, 0, 4)) for slots in (2, _MOST_SLOTS))
+    slots = balanced_slots(few, many)
+    staleness = sizes_of(slots).staleness_for_no_bubble
+    pairs = [
+        Pair(
+            window(f"synchronous-{n}", slots, 0, window_steps),
+            window(f"asynchronous-{n}", slots, staleness, window_steps),
+        )
+        for n in range(num_pairs)
+    ]
+    return report(pairs) | {
+        "slots": slots * GENERATIONS,
+        "max_staleness": staleness,
+        "load_average": load_average(),
+    }
+
+
+def report(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Medians over the pairs, and how far they lie apart."""
+    bubbles = {
+        "consumers": [pair.asynchronous.consumers for pair in pairs],
+        "producers": [pair.asynchronous.producers for pair in pairs],
+        "imbalance": [pair.imbalance for pair in pairs],
+        "limiting": [pair.limiting_bubble for pair in pairs],
+        "other": [pair.other_bubble for pair in pairs],
+    }
+    return {
+        **pairs_summary([pair.ratio for pair in pairs]),
+        **pairs_summary([pair.alone_ratio for pair in pairs], "alone_ratio"),
+        "bubble": {name: rounded(median(values)) for name, values in bubbles.items()},
+        "bubble_spread": {name: [rounded(min(v)), rounded(max(v))] for name, v in bubbles.items()},
+        "pairs": [
+            {
+                kind: {key: rounded(value) for key, value in window._asdict().items()}
+                for kind, window in pair._asdict().items()
+            }
+            for pair in pairs
+        ],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print one JSON object as the last line; returns the exit status."""
+    parser = new_parser("overlap", __doc__)
+    parser.add_argument("--pairs", type=int, default=NUM_PAIRS, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=WINDOW_STEPS, metavar="N", help="measured (default: %(default)s)")
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    with tempfile.TemporaryDirectory(prefix="zbgrpo-bench-") as folder:
+        return finish(lambda: measure(Path(folder), options.pairs, options.steps))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
