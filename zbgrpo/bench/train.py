@@ -32,6 +32,7 @@ from zbgrpo.bench.common import (
     rounded,
     run_program,
 )
+from zbgrpo.bench.roles import REWARD
 from zbgrpo.bench.smollm2 import model_folder
 from zbgrpo.errors import ZbgrpoError
 from zbgrpo.observe.events import iter_events
@@ -48,12 +49,6 @@ _TRL_PACKAGES = ("trl==1.16.0", "datasets", "accelerate")
 _TIMEOUT_SECONDS = 1800.0
 _PROJECT = "train"
 DATA = Path(__file__).parent / "data" / "gsm8k_sample.jsonl"
-
-REWARD = '''
-def distinct(response, **_):
-    """Share of distinct characters."""
-    return len(set(response)) / max(1, len(response))
-'''
 
 
 class Rates(NamedTuple):
