@@ -15,10 +15,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.colossalai.training import Case, differences, flat, make_colossalai, share, steps
+from tests.colossalai.training import Case, make_colossalai, share
 from tests.support.models import perturbed, tiny_model, tiny_tokenizer
 from tests.support.ranks import run_ranks
-from tests.support.training import ALGORITHMS, DAPO, GRPO, VERSION, eight_groups, make_trainer, train
+from tests.support.training import (
+    ALGORITHMS,
+    DAPO,
+    GRPO,
+    VERSION,
+    differences,
+    eight_groups,
+    flat,
+    make_trainer,
+    steps,
+    train,
+)
 from zbgrpo.checkpoint.model_folder import load_model
 from zbgrpo.config.schema import TrainerConfig
 from zbgrpo.errors import ConfigError, ModelError, NonFiniteError

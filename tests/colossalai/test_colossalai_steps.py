@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.colossalai.training import Case, differences, make_colossalai, share, steps
+from tests.colossalai.training import Case, make_colossalai, share
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
-from tests.support.training import ALGORITHMS, eight_groups, make_trainer
+from tests.support.training import ALGORITHMS, differences, eight_groups, make_trainer, steps
 from zbgrpo.trainer.layout import ALONE
 
 TIMEOUT_SECONDS = 400.0

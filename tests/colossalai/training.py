@@ -7,19 +7,15 @@ from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from tests.support.training import MAX_TOKEN_LAG, reference_of, train
+from tests.support.training import MAX_TOKEN_LAG, reference_of
 from zbgrpo.algorithms.packing import PackingRules
 from zbgrpo.config.schema import AlgorithmConfig, TrainerConfig
 from zbgrpo.groups.process_groups import make_mesh
 from zbgrpo.trainer.colossalai_backend import ColossalaiTrainer
 from zbgrpo.trainer.layout import Layout
 from zbgrpo.types import GroupPayload
-
-NUM_STEPS = 5
 
 
 class Case(NamedTuple):
@@ -73,37 +69,3 @@ def make_colossalai(
 def share(groups: list[GroupPayload], layout: Layout) -> list[GroupPayload]:
     """What this rank's dp index trains."""
     return groups[layout.dp_index :: layout.mesh.dp]
-
-
-def steps(trainer: Any, minibatches: list[list[GroupPayload]]) -> dict[str, Any]:
-    """Five optimizer steps; what each gave, and the weights at the end (None but on the first rank)."""
-    found: dict[str, Any] = {"losses": [], "norms": []}
-    for _ in range(NUM_STEPS):
-        train(trainer, minibatches)
-        result = trainer.commit()
-        assert not result.skipped
-        found["losses"].append(result.loss)
-        found["norms"].append(result.grad_norm)
-        found["sums"] = result.sums
-    return found | {"weights": trainer.gather_model()}
-
-
-def differences(found: dict[str, Any], expected: dict[str, Any], start: dict[str, Any]) -> dict[str, float]:
-    """Largest relative differences of losses, norms and sums; norm of that of the update by the norm of the update."""
-    assert found["weights"].keys() == expected["weights"].keys()
-    moved = {n: expected["weights"][n].float() - start[n].detach().float() for n in found["weights"]}
-    off = {n: found["weights"][n].float() - expected["weights"][n].float() for n in found["weights"]}
-    return {
-        "loss": _relative(found["losses"], expected["losses"]),
-        "norm": _relative(found["norms"], expected["norms"]),
-        "sums": max(abs(found["sums"][key] - value) / max(1e-3, abs(value)) for key, value in expected["sums"].items()),
-        "update": float(flat(off).norm() / flat(moved).norm()),
-    }
-
-
-def _relative(found: list[float], expected: list[float]) -> float:
-    return max(abs(a - b) / max(abs(b), 1e-2) for a, b in zip(found, expected, strict=True))
-
-
-def flat(tensors: dict[str, Tensor]) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors.values()])

@@ -12,13 +12,12 @@ import torch.distributed as dist
 
 from tests.support.models import perturbed, tiny_model
 from tests.support.ranks import run_ranks
-from tests.support.training import ALGORITHMS, GRPO, eight_groups, make_trainer, mesh_of, train
+from tests.support.training import ALGORITHMS, GRPO, differences, eight_groups, flat, make_trainer, mesh_of, steps, train
 from zbgrpo.trainer.layout import ALONE, Layout, full_tensor
 from zbgrpo.types import GroupPayload
 
 TIMEOUT_SECONDS = 400.0
 TOLERANCE = 1e-4
-NUM_STEPS = 5
 
 
 class Case(NamedTuple):
@@ -63,19 +62,6 @@ def base(tied: bool, dtype: torch.dtype = torch.float32) -> Any:
 ROUNDING = "one rank in float64"
 
 
-def steps(trainer: Any, minibatches: list[list[GroupPayload]]) -> dict[str, Any]:
-    """Five optimizer steps of two minibatches; what each gave, and the weights at the end."""
-    found: dict[str, Any] = {"losses": [], "norms": []}
-    for _ in range(NUM_STEPS):
-        train(trainer, minibatches)
-        result = trainer.commit()
-        assert not result.skipped
-        found["losses"].append(result.loss)
-        found["norms"].append(result.grad_norm)
-        found["sums"] = result.sums
-    return found | {"weights": trainer.gather_model()}
-
-
 def rank_main(rank: int, store: Any, names: list[str], folder: str) -> dict[str, Any]:
     """All cases of one number of ranks; the first rank compares."""
     errors: dict[str, Any] = {}
@@ -101,29 +87,6 @@ def rank_main(rank: int, store: Any, names: list[str], folder: str) -> dict[str,
                 if alone is not None:
                     errors[name, tied, kind] = differences(found, alone, dict(model.named_parameters()))
     return errors
-
-
-def differences(found: dict[str, Any], alone: dict[str, Any], start: dict[str, Any]) -> dict[str, float]:
-    """Largest relative differences."""
-    assert found["weights"].keys() == alone["weights"].keys()
-    moved = {n: alone["weights"][n] - start[n].detach() for n in found["weights"]}
-    off = {n: found["weights"][n] - alone["weights"][n] for n in found["weights"]}
-    return {
-        "loss": _relative(found["losses"], alone["losses"]),
-        "norm": _relative(found["norms"], alone["norms"]),
-        "sums": max(
-            abs(found["sums"][key] - value) / max(1e-3, abs(value)) for key, value in alone["sums"].items()
-        ),
-        "update": float(_flat(off).norm() / _flat(moved).norm()),
-    }
-
-
-def _relative(found: list[float], expected: list[float]) -> float:
-    return max(abs(a - b) / max(abs(b), 1e-2) for a, b in zip(found, expected, strict=True))
-
-
-def _flat(tensors: dict[str, Any]) -> Any:
-    return torch.cat([tensor.flatten() for tensor in tensors.values()])
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +153,7 @@ def move_states(rank: int, store: Any, folder: str) -> dict[tuple[str, str], dic
             masters = whole_state(other)["master"]
             moved = {name: after[name] - before["master"][name] for name in masters}
             off = {name: tensor - after[name] for name, tensor in masters.items()}
-            found[saver, loader] = {"state": state, "update": float(_flat(off).norm() / _flat(moved).norm())}
+            found[saver, loader] = {"state": state, "update": float(flat(off).norm() / flat(moved).norm())}
     return found
 
 

@@ -113,6 +113,43 @@ def train(trainer: TorchTrainer, minibatches: Sequence[Sequence[GroupPayload]], 
         trainer.train_minibatch(minibatch, version, [temperature_of(group) for group in minibatch])
 
 
+NUM_STEPS = 5
+
+
+def steps(trainer: Any, minibatches: list[list[GroupPayload]]) -> dict[str, Any]:
+    """Five optimizer steps; what each gave, and the weights at the end (None but on the first rank)."""
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for _ in range(NUM_STEPS):
+        train(trainer, minibatches)
+        result = trainer.commit()
+        assert not result.skipped
+        found["losses"].append(result.loss)
+        found["norms"].append(result.grad_norm)
+        found["sums"] = result.sums
+    return found | {"weights": trainer.gather_model()}
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any], start: dict[str, Any]) -> dict[str, float]:
+    """Largest relative differences of losses, norms and sums; norm of that of the update by the norm of the update."""
+    assert found["weights"].keys() == expected["weights"].keys()
+    moved = {n: expected["weights"][n].float() - start[n].detach().float() for n in found["weights"]}
+    off = {n: found["weights"][n].float() - expected["weights"][n].float() for n in found["weights"]}
+    return {
+        "loss": _relative(found["losses"], expected["losses"]),
+        "norm": _relative(found["norms"], expected["norms"]),
+        "sums": max(abs(found["sums"][key] - value) / max(1e-3, abs(value)) for key, value in expected["sums"].items()),
+        "update": float(flat(off).norm() / flat(moved).norm()),
+    }
+
+
+def _relative(found: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) / max(abs(b), 1e-2) for a, b in zip(found, expected, strict=True))
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors.values()])
+
+
 MINIBATCHES: dict[str, Callable[[Sequence[GroupPayload]], list[Sequence[GroupPayload]]]] = {
     "one minibatch": lambda groups: [groups],
     "several minibatches": lambda groups: [groups[:1], groups[1:3], groups[3:]],

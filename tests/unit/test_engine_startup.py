@@ -30,6 +30,7 @@ from zbgrpo.topology.env import TorchrunEnv
 from zbgrpo.transport import messages as m
 from zbgrpo.transport.channel import Channel, Timing
 from zbgrpo.transport.server import Server
+from zbgrpo.transport.sockets import Address, Keys
 from zbgrpo.transport.wire import Sender
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -348,6 +349,22 @@ def test_a_child_that_cannot_start_says_what_is_missing(hub: Server) -> None:
         start(relay_spec(hub, ring_bytes=1 << 50))
     with pytest.raises(ResourceError, match=r"the relay of node 1 cannot start: ValueError: .*ring\.py:\d+"):
         start(relay_spec(hub, ring_bytes=0))
+
+
+def test_keys_travel_in_a_file_of_the_users_own_and_never_through_the_store(tmp_path: Path) -> None:
+    keys = asdict(Keys.generate())
+    hub = {"endpoint": "tcp://10.0.0.1:5", **{name: keys[name] for name in asdict(Address("")) if name in keys}}
+    document = startup.Document(
+        run_id="r", usable=[0], version=0, resume_folder=None, hub=hub, ring_path="", ring_bytes=0,
+        log_dir=str(tmp_path), evaluate_first=False, nodes=[0, 1], num_schedule_rows=1,
+    )  # fmt: skip
+    store = HashStore()
+    startup.keys_path(tmp_path).write_text("of an earlier run, which anybody may read")
+    startup.publish(store, document)
+    assert startup.keys_path(tmp_path).stat().st_mode & 0o777 == 0o600
+    told = store.get("document")
+    assert not any(key.encode() in told for key in keys.values())
+    assert startup.receive(store) == document
 
 
 def test_a_new_socket_removes_the_folders_of_killed_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,15 +17,23 @@ from __future__ import annotations
 
 import math
 import sys
-import tempfile
 from collections.abc import Sequence
 from itertools import repeat
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from zbgrpo.bench.common import finish, load_average, new_parser, pairs_summary, rounded
-from zbgrpo.bench.roles import GENERATIONS, Sizes, Window, prepare, read_window, run
+from zbgrpo.bench.common import load_average, pairs_summary, rounded
+from zbgrpo.bench.roles import (
+    GENERATIONS,
+    Sizes,
+    Window,
+    bubbles_summary,
+    measure_pairs,
+    prepare,
+    read_window,
+    run,
+)
 
 NUM_PAIRS = 3
 WINDOW_STEPS = 15
@@ -136,8 +144,7 @@ def report(pairs: Sequence[Pair]) -> dict[str, Any]:
     return {
         **pairs_summary([pair.ratio for pair in pairs]),
         **pairs_summary([pair.alone_ratio for pair in pairs], "alone_ratio"),
-        "bubble": {name: rounded(median(values)) for name, values in bubbles.items()},
-        "bubble_spread": {name: [rounded(min(v)), rounded(max(v))] for name, v in bubbles.items()},
+        **bubbles_summary(bubbles),
         "pairs": [
             {
                 kind: {key: rounded(value) for key, value in window._asdict().items()}
@@ -150,12 +157,7 @@ def report(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print one JSON object as the last line; returns the exit status."""
-    parser = new_parser("overlap", __doc__)
-    parser.add_argument("--pairs", type=int, default=NUM_PAIRS, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=WINDOW_STEPS, metavar="N", help="measured (default: %(default)s)")
-    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
-    with tempfile.TemporaryDirectory(prefix="zbgrpo-bench-") as folder:
-        return finish(lambda: measure(Path(folder), options.pairs, options.steps))
+    return measure_pairs("overlap", __doc__, measure, NUM_PAIRS, WINDOW_STEPS, arguments)
 
 
 if __name__ == "__main__":

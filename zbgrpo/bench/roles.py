@@ -12,13 +12,15 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from zbgrpo.bench.common import pinned_torchrun, run_program
+from zbgrpo.bench.common import finish, new_parser, pinned_torchrun, rounded, run_program
 from zbgrpo.bench.quickstart import make_tokenizer
 from zbgrpo.errors import ConfigError, ZbgrpoError
 from zbgrpo.observe.events import iter_events
@@ -176,3 +178,28 @@ def _passed(first: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, floa
 
 def _share(times: Mapping[str, float], account: str) -> float:
     return times[account] / sum(times.values())
+
+
+def bubbles_summary(bubbles: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Medians of bubbles by name, and how far they lie apart."""
+    return {
+        "bubble": {name: rounded(median(values)) for name, values in bubbles.items()},
+        "bubble_spread": {name: [rounded(min(v)), rounded(max(v))] for name, v in bubbles.items()},
+    }
+
+
+def measure_pairs(
+    name: str,
+    documentation: str | None,
+    measure: Callable[[Path, int, int], Mapping[str, Any]],
+    num_pairs: int,
+    window_steps: int,
+    arguments: Sequence[str] | None,
+) -> int:
+    """Command line of a benchmark that makes pairs of runs in a temporary folder; returns the exit status."""
+    parser = new_parser(name, documentation)
+    parser.add_argument("--pairs", type=int, default=num_pairs, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=window_steps, metavar="N", help="measured (default: %(default)s)")
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    with tempfile.TemporaryDirectory(prefix="zbgrpo-bench-") as folder:
+        return finish(lambda: measure(Path(folder), options.pairs, options.steps))

@@ -13,7 +13,6 @@ median, each response's own. --max-staleness is groups in flight / S + 1; nothin
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -21,8 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from zbgrpo.bench.common import finish, load_average, new_parser, pairs_summary, rounded
-from zbgrpo.bench.roles import GENERATIONS, Sizes, Window, prepare, read_window, run
+from zbgrpo.bench.common import load_average, pairs_summary, rounded
+from zbgrpo.bench.roles import (
+    GENERATIONS,
+    Sizes,
+    Window,
+    bubbles_summary,
+    measure_pairs,
+    prepare,
+    read_window,
+    run,
+)
 from zbgrpo.errors import ZbgrpoError
 
 NUM_PAIRS = 3
@@ -75,8 +83,7 @@ def report(pairs: Sequence[tuple[Window, Window]]) -> dict[str, Any]:
     }
     left_out = [own.tokens_left_out for own in windows]
     return {
-        "bubble": {name: rounded(median(values)) for name, values in bubbles.items()},
-        "bubble_spread": {name: [rounded(min(v)), rounded(max(v))] for name, v in bubbles.items()},
+        **bubbles_summary(bubbles),
         "tokens_left_out": rounded(median(left_out)),
         "tokens_left_out_max": rounded(max(left_out)),
         "synchronous": {
@@ -90,12 +97,7 @@ def report(pairs: Sequence[tuple[Window, Window]]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print one JSON object as the last line; returns the exit status."""
-    parser = new_parser("tails", __doc__)
-    parser.add_argument("--pairs", type=int, default=NUM_PAIRS, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=WINDOW_STEPS, metavar="N", help="measured (default: %(default)s)")
-    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
-    with tempfile.TemporaryDirectory(prefix="zbgrpo-bench-") as folder:
-        return finish(lambda: measure(Path(folder), options.pairs, options.steps))
+    return measure_pairs("tails", __doc__, measure, NUM_PAIRS, WINDOW_STEPS, arguments)
 
 
 if __name__ == "__main__":

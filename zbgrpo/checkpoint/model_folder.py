@@ -30,6 +30,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
             model, found = AutoModelForCausalLM.from_pretrained(
                 source,
                 attn_implementation="sdpa",
+                trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
                 **{_dtype_name(): dtype},
@@ -80,7 +81,7 @@ def _config(source: str) -> Any:
     does not look for it, and would use another one without a word."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     rope = getattr(config, "rope_parameters", None)
     if transformers_is_4() and isinstance(rope, dict):
         config.rope_theta = rope.get("rope_theta", config.rope_theta)
@@ -108,7 +109,7 @@ def load_tokenizer(path: str) -> Any:
     try:
         with _quiet_transformers():
             try:
-                return AutoTokenizer.from_pretrained(source)
+                return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
             except (ValueError, AttributeError):
                 if not transformers_is_4():
                     raise

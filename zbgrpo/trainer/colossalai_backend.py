@@ -34,6 +34,7 @@ from zbgrpo.trainer.base import StepResult
 from zbgrpo.trainer.colossalai_model import DTYPES, Spread
 from zbgrpo.trainer.colossalai_repairs import as_world
 from zbgrpo.trainer.colossalai_state import OptimizerState
+from zbgrpo.trainer.gathering import Origin, gather_stages, names_of_tied
 from zbgrpo.trainer.layout import Layout
 from zbgrpo.trainer.schedule import learning_rate
 from zbgrpo.trainer.step_sums import ABANDONED, StepSums, loss_config
@@ -72,7 +73,7 @@ class ColossalaiTrainer:
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         shapes = {name: (tensor.shape, self._travels_as(tensor)) for name, tensor in named_weights(model)}
-        tied = _names_of_tied(model)
+        tied = names_of_tied(model)
         with self._as_world():
             self._spread = Spread(model.train(), reference, config, layout, group)
         self.model = self._spread.model.module
@@ -82,7 +83,7 @@ class ColossalaiTrainer:
             embedding, head = tied
             del self._weights[head]  # the first stage sends it
             parameters[embedding] = parameters.pop(head)
-        self._origins = {name: (*shapes[name], stage) for name, stage in self._stages(list(shapes)).items()}
+        self._origins = {name: Origin(stage, *shapes[name]) for name, stage in self._stages(list(shapes)).items()}
         self._device = next(self.model.parameters()).device
         self._state = OptimizerState(self._spread, parameters, layout, group)
         self._sums = StepSums(loss_config(algorithm), self._device)
@@ -185,12 +186,12 @@ class ColossalaiTrainer:
     def weight_specs(self) -> list[TensorSpec]:
         return [
             TensorSpec(name, list(shape), str(dtype).removeprefix("torch."))
-            for name, (shape, dtype, stage) in self._origins.items()
+            for name, (stage, shape, dtype) in self._origins.items()
             if stage == self.layout.pp_index
         ]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, (_, dtype, stage) in self._origins.items():
+        for name, (stage, _, dtype) in self._origins.items():
             if stage == self.layout.pp_index:
                 with self._as_world(), collective("gathering weights"):
                     whole = self._spread.gathered(self._weights[name])
@@ -204,35 +205,10 @@ class ColossalaiTrainer:
         assert self._step == version, f"state of step {self._step} in a folder of version {version}"
 
     def gather_model(self) -> dict[str, Tensor] | None:
-        is_first = dist.get_rank(self._group) == 0
-        line = self.layout.group("pp") if self.layout.dp_index == self.layout.tp_index == 0 else None
-        weights: dict[str, Tensor] = {}
-        with collective("gathering the model"):
-            for name, tensor in self.weights():
-                if is_first:
-                    weights[name] = tensor.to("cpu", copy=True)
-                elif line is not None:
-                    dist.send(tensor.contiguous(), group=line, group_dst=0)
-            if not is_first:
-                return None
-            for name, (shape, dtype, stage) in self._origins.items():
-                if stage > 0:
-                    received = torch.empty(shape, dtype=dtype, device=self._device)
-                    dist.recv(received, group=line, group_src=stage)
-                    weights[name] = received.cpu()
-        return {name: weights[name] for name in self._origins}
+        return gather_stages(self.weights(), self._origins, self.layout, self._group, self._device)
 
     def save_model(self, folder: Path, tokenizer: Any, weights: dict[str, Tensor]) -> None:
         model_folder.save_model(folder, self.model, tokenizer, weights)
-
-
-def _names_of_tied(model: Any) -> tuple[str, str] | None:
-    """Names of the weights of embedding and head, where they are one; None where they are two."""
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    if embedding is not head:
-        return None
-    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is embedding]
-    return names[0], names[-1]
 
 
 def _persistent_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from zbgrpo.checkpoint.tensors import load_tensors, save_tensors
 from zbgrpo.groups.process_groups import collective
 from zbgrpo.trainer.colossalai_model import Spread
 from zbgrpo.trainer.layout import Layout
@@ -36,27 +37,23 @@ class OptimizerState:
 
     def save(self, folder: Path, counters: tuple[int, int]) -> None:
         """Write everything, with two numbers of the caller's; all ranks take part."""
-        import torch.distributed.checkpoint as dcp  # loads slowly
-
         updates = int(self._states()[0]["step"])
         state: dict[str, Any] = {"counters": torch.tensor([*counters, updates], dtype=torch.int64)}
         for kind in (_MASTER, *_MOMENTS):
             whole = self._whole(kind)
             if self._layout.dp_index == 0 or not self._spread.zero_stage:
                 state[kind] = {name: self._placed(name, tensor) for name, tensor in whole.items()}
-        dcp.save(state, checkpoint_id=folder, process_group=self._group)  # type: ignore[attr-defined]
+        save_tensors(state, folder, self._group)
 
     def load(self, folder: Path) -> tuple[int, int]:
         """Take over what `save` wrote, under whatever layout; all ranks take part. Returns the caller's numbers."""
-        import torch.distributed.checkpoint as dcp  # loads slowly
-
         counters = torch.zeros(3, dtype=torch.int64)
         for kind in (_MASTER, *_MOMENTS):  # one after the other: each is whole in memory for a while
             whole = {name: torch.empty_like(p, dtype=torch.float32) for name, p in self._local_parameters()}
             state: dict[str, Any] = {kind: {name: self._placed(name, tensor) for name, tensor in whole.items()}}
             if kind == _MASTER:
                 state["counters"] = counters
-            dcp.load(state, checkpoint_id=folder, process_group=self._group)  # type: ignore[attr-defined]
+            load_tensors(state, folder, self._group)
             self._take(kind, whole)
         step, skipped, updates = counters.tolist()
         for own in self._states():

@@ -43,6 +43,11 @@ class TrainedParameters:
         self._on_host = on_host
         self._replicas = {name: num_replicas(p, layout) for name, p in self.parameters.items()}
         self._spread = layout.mesh.pp > 1 or len(set(self._replicas.values())) > 1 or self._is_sharded()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Fill `masters`, and see to where gradients go."""
+        raise NotImplementedError
 
     def _is_sharded(self) -> bool:
         everywhere = self.layout.mesh.dp * self.layout.mesh.tp
@@ -101,16 +106,7 @@ class TrainedParameters:
 class WholeParameters(TrainedParameters):
     """zero 0: every data-parallel rank has all of it. One flat float32 buffer for all gradients of this rank."""
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        layout: Layout,
-        group: dist.ProcessGroup | None,
-        summed_over_tp: frozenset[str] = frozenset(),
-        tied_over_pp: str | None = None,
-        on_host: bool = False,
-    ) -> None:
-        super().__init__(parameters, layout, group, summed_over_tp, tied_over_pp, on_host)
+    def _prepare(self) -> None:
         first = next(iter(self.parameters.values()))
         parts = {name: local(p.detach()) for name, p in self.parameters.items()}
         self.gradients = torch.zeros(sum(part.numel() for part in parts.values()), device=local(first).device)
@@ -124,7 +120,7 @@ class WholeParameters(TrainedParameters):
                 parameter.grad = view  # autograd adds into it in place
             else:
                 parameter.register_post_accumulate_grad_hook(_AddInto(view))
-            if on_host:
+            if self._on_host:
                 self.masters[name] = part.to("cpu", torch.float32, copy=True).requires_grad_()
             elif part.dtype == torch.float32:
                 self.masters[name] = part.requires_grad_() if isinstance(parameter, DTensor) else parameter
@@ -153,16 +149,7 @@ class WholeParameters(TrainedParameters):
 class ShardedParameters(TrainedParameters):
     """zero 1 to 3, after `shard_data_parallel`: the parameters are DTensors over (at least) the dp axis."""
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        layout: Layout,
-        group: dist.ProcessGroup | None,
-        summed_over_tp: frozenset[str] = frozenset(),
-        tied_over_pp: str | None = None,
-        on_host: bool = False,
-    ) -> None:
-        super().__init__(parameters, layout, group, summed_over_tp, tied_over_pp, on_host)
+    def _prepare(self) -> None:
         for name, parameter in self.parameters.items():
             assert isinstance(parameter, DTensor) and parameter.dtype == torch.float32, name
             self.masters[name] = local(parameter.detach()).requires_grad_()

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from zbgrpo.algorithms.packing import Microbatch, PackingRules, pack
 from zbgrpo.checkpoint import model_folder
+from zbgrpo.checkpoint.tensors import load_tensors, save_tensors
 from zbgrpo.checkpoint.weight_files import WeightFiles
 from zbgrpo.config.schema import AlgorithmConfig, TrainerConfig
 from zbgrpo.errors import NonFiniteError
-from zbgrpo.groups.process_groups import collective
 from zbgrpo.trainer.attention import choose_kernel
 from zbgrpo.trainer.base import StepResult
+from zbgrpo.trainer.gathering import Origin, gather_stages, names_of_tied
 from zbgrpo.trainer.layout import (
     ALONE,
     Layout,
@@ -85,7 +86,7 @@ class TorchTrainer:
         if config.liger_kernels:
             use_liger(model, self._device)
         self._origins = {
-            name: (stage_of(name, model, self.mesh.pp), tensor.shape, self._travels_as(tensor))
+            name: Origin(stage_of(name, model, self.mesh.pp), tensor.shape, self._travels_as(tensor))
             for name, tensor in named_weights(model)
         }
         self._policy, self.parameters = self._spread(model, files)
@@ -100,7 +101,7 @@ class TorchTrainer:
         )
 
     def _spread(self, model: Any, files: WeightFiles | None) -> tuple[Policy, TrainedParameters]:
-        tied = self._names_of_tied(model)
+        tied = names_of_tied(model)
         on_host = self._config.offload_optimizer
         policy, summed = self._place(model, files, self._dtype, self._zero_stage, on_host)
         # Where weights are spread, these are the tensors that stay spread; what a module shows can be gathered.
@@ -114,21 +115,13 @@ class TorchTrainer:
         shared = tied[0] if tied is not None and self.mesh.pp > 1 else None
         return policy, kind(names_once(named), self.layout, self._group, frozenset(summed), shared, on_host)
 
-    def _names_of_tied(self, model: Any) -> tuple[str, str] | None:
-        """Names of the weights of embedding and head, where they are one; None where they are two."""
-        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        if embedding is not head:
-            return None
-        names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is embedding]
-        return names[0], names[-1]
-
     def _place(
         self, model: Any, files: WeightFiles | None, dtype: torch.dtype, zero_stage: int, on_host: bool
     ) -> tuple[Policy, set[str]]:
         """Leave to this rank what it keeps of a model, filled from `files` if it has no weights yet. Also the names of
         the parameters whose gradients are to be summed over the tp axis."""
         layout, summed = self.layout, set[str]()
-        tied = self._names_of_tied(model)
+        tied = names_of_tied(model)
         if layout.mesh.pp > 1:
             keep_stage(model, layout)
         for name, layer in own_layers(model).items():
@@ -283,21 +276,13 @@ class TorchTrainer:
         return {key: self.parameters.spread_as(tensors) for key, tensors in parts.items()} | {"counters": counters}
 
     def save_state(self, folder: Path) -> None:
-        import torch.distributed.checkpoint as dcp  # loads slowly
-
-        dcp.save(  # type: ignore[attr-defined]
-            self._state(), checkpoint_id=folder, process_group=self._group, no_dist=self._group is None
-        )
+        save_tensors(self._state(), folder, self._group)
 
     def load_state(self, folder: Path, version: int) -> None:
-        import torch.distributed.checkpoint as dcp  # loads slowly
-
         if self._zero_stage:
             self._reshard()
         state = self._state()
-        dcp.load(  # type: ignore[attr-defined]
-            state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None
-        )
+        load_tensors(state, folder, self._group)
         self._step, self._skipped_in_a_row, updates = state["counters"].tolist()
         assert self._step == version, f"state of step {self._step} in a folder of version {version}"
         with torch.no_grad():
@@ -309,22 +294,7 @@ class TorchTrainer:
         is_first = self._group is None or dist.get_rank(self._group) == 0
         if not is_first and not self.lockstep:
             return None
-        line = self.layout.group("pp") if self.layout.dp_index == self.layout.tp_index == 0 else None
-        weights: dict[str, Tensor] = {}
-        with collective("gathering the model"):
-            for name, tensor in self.weights():
-                if is_first:
-                    weights[name] = tensor.cpu()
-                elif line is not None:
-                    dist.send(tensor.contiguous(), group=line, group_dst=0)
-            if not is_first:
-                return None
-            for name, (stage, shape, dtype) in self._origins.items():
-                if stage > 0:
-                    received = torch.empty(shape, dtype=dtype, device=self._device)
-                    dist.recv(received, group=line, group_src=stage)
-                    weights[name] = received.cpu()
-        return {name: weights[name] for name in self._origins}
+        return gather_stages(self.weights(), self._origins, self.layout, self._group, self._device)
 
     def save_model(self, folder: Path, tokenizer: Any, weights: dict[str, Tensor]) -> None:
         model_folder.save_model(folder, self.model, tokenizer, weights)
