@@ -138,6 +138,11 @@ class TestPlan:
         assert "not a local folder" in plan()["unknown"]
         assert "not a local folder" in plan()["producer, per rank"]
 
+    def test_whose_memory_is_not_counted(self, model: Path) -> None:
+        assert plan("-m", str(model))["together"].endswith("without what libraries need for themselves")
+        other = plan("-m", str(model), "--trainer", "colossalai")["together"]
+        assert other.endswith("without ColossalAI's own buffers: the torch trainer is what is estimated")
+
     def test_memory_of_a_local_model(self, model: Path) -> None:
         rows = plan("-m", str(model), "-mnt", "1024", "-mpt", "1024", "-kl", "0", "-g", "8", "-tmbs", "2")
         assert rows["parameters"] == "0.0 million"

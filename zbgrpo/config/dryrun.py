@@ -186,6 +186,12 @@ def _algorithm(config: RunConfig) -> list[Row]:
     ]
 
 
+def _not_counted(config: RunConfig) -> str:
+    if config.trainer.backend == "torch":
+        return "what libraries need for themselves"
+    return "ColossalAI's own buffers: the torch trainer is what is estimated"
+
+
 def _consumer_memory(config: RunConfig, size: ModelSize | None) -> list[Row]:
     unknown = _unknown(size)
     if size is None or unknown:
@@ -198,7 +204,7 @@ def _consumer_memory(config: RunConfig, size: ModelSize | None) -> list[Row]:
         ("largest microbatch", f"{shape.rows} x {shape.positions} positions, {shape.response_tokens} response tokens"),
         ("worst moment", f"when {found.moment}{stage}"),
         *((f"- {part.what}", _bytes(part.num_bytes)) for part in found.on_device),
-        ("together", f"{_bytes(found.device_bytes)}, without what libraries need for themselves"),
+        ("together", f"{_bytes(found.device_bytes)}, without {_not_counted(config)}"),
         *((f"- {part.what}, in the host's memory", _bytes(part.num_bytes)) for part in found.on_host),
     ]
     limit = memory.device_bytes(config)
