@@ -44,7 +44,7 @@ NUM_PAIRS = 3
 WINDOW_STEPS = 10
 _STEPS_BEHIND = 4
 """More than generation may be ahead (max_staleness + 1), so that it does not end inside the window."""
-_TRL_STEPS = 5
+_TRL_STEPS = 4
 _TRL_PACKAGES = ("trl==1.16.0", "datasets", "accelerate")
 _TIMEOUT_SECONDS = 1800.0
 _PROJECT = "train"
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser("train", __doc__)
     add_cache_option(parser)
     parser.add_argument("--pairs", type=int, default=NUM_PAIRS, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--trainers", type=int, default=2, metavar="N", help="ranks that train (default: %(default)s)")
+    parser.add_argument("--trainers", type=int, default=1, metavar="N", help="ranks that train (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each rank (default: %(default)s)")
     parser.add_argument("--without-trl", action="store_true", help="only this project's own rates")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)

@@ -188,8 +188,10 @@ class Producer:
     def _ask_for_leases(self) -> None:
         if self.subscriber.applied_version < 0:
             return
-        missing = self.backend.num_slots - self.backend.num_active - self.backend.num_unstarted
-        wanted = max(0, math.ceil(missing / self.config.inference.num_generations))
+        # One group more than there is room for, so that a slot that becomes free does not wait for the hub's answer.
+        group = self.config.inference.num_generations
+        missing = self.backend.num_slots + group - self.backend.num_active - self.backend.num_unstarted
+        wanted = max(0, math.ceil(missing / group))
         if (wanted, self._received) != self._asked:
             self._asked = (wanted, self._received)
             self.channel.send(m.Want(wanted, self._received))

@@ -160,7 +160,7 @@ class SimulatedProducer:
         return self._settled_at
 
     def _ask(self, time: float) -> None:
-        missing = self._slots - len(self._active) - self._num_unstarted
+        missing = self._slots + self._generations - len(self._active) - self._num_unstarted
         wanted = max(0, math.ceil(missing / self._generations))
         if (wanted, self._received) != self._asked:
             self._asked = (wanted, self._received)
