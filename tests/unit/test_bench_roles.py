@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from zbgrpo.bench import overlap, roles, tails, train
-from zbgrpo.bench.overlap import Pair, balanced_slots
+from zbgrpo.bench.overlap import Pair, balanced_sizes, sizes_of
 from zbgrpo.bench.roles import WARMUP_STEPS, Sizes, Window
 from zbgrpo.config.load import load_config
 from zbgrpo.errors import ZbgrpoError
@@ -101,11 +101,14 @@ def test_slots_are_chosen_by_what_a_decode_step_costs() -> None:
     def seconds(slots: int) -> float:
         return 8 / slots * (1 + slots / 4)
 
-    def measured(slots: int, training: float) -> tuple[int, Window]:
-        return slots, window(generating_seconds=seconds(slots), training_seconds=training)
+    def measured(slots: int, microbatch: int, training: float) -> tuple[Sizes, Window]:
+        window_of = window(generating_seconds=seconds(slots), training_seconds=training)
+        return sizes_of(slots, microbatch), window_of
 
     for slots in range(1, 9):
-        assert balanced_slots(measured(2, seconds(slots)), measured(8, seconds(slots))) == slots
+        for microbatch, training in ((8, (seconds(slots), 100.0)), (4, (100.0, seconds(slots)))):
+            found = balanced_sizes(measured(2, 8, training[0]), measured(8, 4, training[1]))
+            assert (found.slots_groups, found.microbatch_responses) == (slots, microbatch)
 
 
 def test_lengths_have_a_heavy_tail() -> None:

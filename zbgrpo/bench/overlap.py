@@ -1,8 +1,8 @@
 """What overlapping is worth: a run against the same run with --max-staleness 0: `zbgrpo bench overlap`.
 
 One producer and one consumer, a core each (the producer's has its reward workers too, the consumer's the hub),
-responses of one length. Two short runs measure what a decode step costs; the number of decode slots is then chosen so
-that generating a step's groups takes as long as training them. Then pairs of a synchronous and an asynchronous run.
+responses of one length. Two short runs measure what decode steps and microbatches cost; their numbers are then chosen
+so that generating a step's groups takes as long as training them. Then pairs of a synchronous and an asynchronous run.
 
     ratio        samples/s of the asynchronous run by those of the synchronous one, where roles take turns: at most 2,
                  but for what turns cost beside (an empty start of each round, a wait for the last response)
@@ -20,7 +20,6 @@ import sys
 from collections.abc import Sequence
 from itertools import repeat
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from zbgrpo.bench.common import load_average, pairs_summary, rounded
@@ -82,25 +81,32 @@ class Pair(NamedTuple):
         return other - self.imbalance
 
 
-def sizes_of(slots_groups: int) -> Sizes:
-    """Of a run with that many groups decoded together, and as many leases again, so that slots are refilled."""
-    return Sizes(GROUPS_PER_STEP, GROUPS_PER_STEP, GENERATIONS, slots_groups, 2 * slots_groups, TOKENS)
+def sizes_of(slots_groups: int, microbatch: int) -> Sizes:
+    """Of a run with that many groups decoded together, as many leases again, so that slots are refilled, and that many
+    responses in a microbatch."""
+    return Sizes(GROUPS_PER_STEP, GROUPS_PER_STEP, microbatch, slots_groups, 2 * slots_groups, TOKENS)
 
 
-def balanced_slots(few: tuple[int, Window], many: tuple[int, Window]) -> int:
-    """The number of groups to decode together with which generating takes as long as training.
+def balanced_sizes(few: tuple[Sizes, Window], many: tuple[Sizes, Window]) -> Sizes:
+    """With which generating takes as long as training, from two synchronous runs with other slots and microbatches.
 
-    From two synchronous runs: their generating seconds give the two costs of a decode step, a + b x slots, with which
-    every other number's follow. Occupied slots are what is counted, so a last, partly filled round costs its part.
+    Their generating seconds give the two costs of a decode step, a + b x slots, with which every other number's follow.
+    Occupied slots are what is counted, so a last, partly filled round costs its part. Their training seconds are what
+    their microbatches cost.
     """
-    per_step = [(slots, window.generating_seconds / _rounds(slots)) for slots, window in (few, many)]
-    (x0, y0), (x1, y1) = per_step
+    (x0, y0), (x1, y1) = ((s.slots_groups, w.generating_seconds / _rounds(s.slots_groups)) for s, w in (few, many))
     slope = (y1 - y0) / (x1 - x0)
-    training = median([few[1].training_seconds, many[1].training_seconds])
-    return min(
-        range(1, _MOST_SLOTS + 1),
-        key=lambda slots: abs(math.log(_rounds(slots) * (y0 + slope * (slots - x0)) / training)),
-    )
+
+    def imbalance(slots: int, training: float) -> float:
+        return abs(math.log(_rounds(slots) * (y0 + slope * (slots - x0)) / training))
+
+    choices = [
+        (imbalance(slots, window.training_seconds), slots, sizes.microbatch_responses)
+        for slots in range(1, _MOST_SLOTS + 1)
+        for sizes, window in (few, many)
+    ]
+    _, slots, microbatch = min(choices)
+    return sizes_of(slots, microbatch)
 
 
 def _rounds(slots: int) -> float:
@@ -111,22 +117,25 @@ def measure(folder: Path, num_pairs: int, window_steps: int) -> dict[str, Any]:
     """All runs. Raises ZbgrpoError if one fails."""
     prepare(folder, repeat([TOKENS] * GENERATIONS))
 
-    def window(name: str, slots: int, max_staleness: int, steps: int) -> Window:
-        sizes = sizes_of(slots)
+    def window(name: str, sizes: Sizes, max_staleness: int, steps: int) -> Window:
         return read_window(run(folder, name, sizes, max_staleness, steps), sizes, steps)
 
-    few, many = ((slots, window(f"slots-{slots}", slots, 0, 4)) for slots in (2, _MOST_SLOTS))
-    slots = balanced_slots(few, many)
-    staleness = sizes_of(slots).staleness_for_no_bubble
+    few, many = (
+        (sizes, window(f"slots-{sizes.slots_groups}", sizes, 0, 4))
+        for sizes in (sizes_of(2, GENERATIONS), sizes_of(_MOST_SLOTS, GENERATIONS // 2))
+    )
+    sizes = balanced_sizes(few, many)
+    staleness = sizes.staleness_for_no_bubble
     pairs = [
         Pair(
-            window(f"synchronous-{n}", slots, 0, window_steps),
-            window(f"asynchronous-{n}", slots, staleness, window_steps),
+            window(f"synchronous-{n}", sizes, 0, window_steps),
+            window(f"asynchronous-{n}", sizes, staleness, window_steps),
         )
         for n in range(num_pairs)
     ]
     return report(pairs) | {
-        "slots": slots * GENERATIONS,
+        "slots": sizes.slots_groups * GENERATIONS,
+        "microbatch": sizes.microbatch_responses,
         "max_staleness": staleness,
         "load_average": load_average(),
     }
