@@ -88,7 +88,8 @@ def measure_run(model: Path, trainers: int, threads: int) -> Rates:
             "-m", "zbgrpo.launch", *run_flags(model, folder, trainers, threads),
         ]  # fmt: skip
         # As for TRL: on a CPU.
-        run_program(command, _TIMEOUT_SECONDS, environment={"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"})
+        variables = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        run_program(command, _TIMEOUT_SECONDS, environment=variables, stdout=sys.stderr)
         return read_rates(folder / "logs" / _PROJECT / "events", trainers)
 
 
