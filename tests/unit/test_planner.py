@@ -96,8 +96,8 @@ def test_every_cost_of_a_decode_step_is_in_it() -> None:
         step_seconds=0.01, slot_seconds=0.001, prompt_step_seconds=0.1, prompt_seconds=0.2, finish_seconds=0.01,
         response_seconds=0.02, loop_seconds=0.002,
     )  # fmt: skip
-    scenario = one_by_one(rates(decode=decode))
-    # 32 responses start together, decode 100 steps, and end together.
+    scenario = one_by_one(rates(decode=decode), leases_per_producer=4)
+    # 32 responses, of all the leases that there may be, start together, decode 100 steps, and end together.
     batch = 100 * (0.01 + 32 * 0.001 + 0.002) + 0.1 + 4 * 0.2 + 32 * (0.01 + 0.02)
     figures = simulate(scenario)
     assert figures.step_seconds == pytest.approx(2 * batch, rel=0.01)
@@ -146,7 +146,7 @@ def test_old_tokens_are_left_out() -> None:
 
 def test_a_whole_run_accounts_for_its_time_from_the_first_minibatch_to_the_end() -> None:
     found = rates(token=0.0001, save_seconds=5.0)
-    figures = simulate(one_by_one(found, steps=10, warmup_steps=0))
+    figures = simulate(one_by_one(found, steps=10, warmup_steps=0, leases_per_producer=4))
     train = 8 * 8 * 101 * 0.0001
     # One batch of 4 groups before the first minibatch; then as long as generation takes.
     assert figures.producers.total == pytest.approx(10 * GENERATE + train / 2 + 5, abs=0.01)
