@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "zbgrpo"
 
 LAYERS = (
-    ("errors", "types"),  # single modules that import nothing of ours, so that `config` of the same layer may use them
-    ("config",),
+    ("errors", "types"),  # single modules that import nothing of ours, so that others of the same layer may use them
+    ("config", "failpoints"),
     ("topology", "data", "rewards", "ledger"),
     ("algorithms", "observe", "planner"),
     ("groups",),

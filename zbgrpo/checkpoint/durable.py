@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from zbgrpo import failpoints
 from zbgrpo.errors import ResourceError
 
 _CHUNK_BYTES = 4 * 1024 * 1024
@@ -24,6 +25,7 @@ def sync_files(files: Iterable[Path]) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+        failpoints.fire("checkpoint.fsync")
 
 
 def measure_file(file: Path, sync: bool = False) -> tuple[int, int]:
@@ -32,6 +34,7 @@ def measure_file(file: Path, sync: bool = False) -> tuple[int, int]:
     with open(file, "rb", buffering=0) as stream:
         if sync:
             os.fsync(stream.fileno())
+            failpoints.fire("checkpoint.fsync")
         while chunk := stream.read(_CHUNK_BYTES):
             size_bytes += len(chunk)
             crc = zlib.crc32(chunk, crc)
@@ -44,7 +47,9 @@ def write_durably(file: Path, content: bytes) -> None:
     try:
         while content:
             content = content[os.write(descriptor, content) :]
+        failpoints.fire("checkpoint.write")
         os.fsync(descriptor)
+        failpoints.fire("checkpoint.fsync")
     finally:
         os.close(descriptor)
 
@@ -59,6 +64,7 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+    failpoints.fire("checkpoint.fsync")
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from zbgrpo import failpoints
 from zbgrpo.checkpoint.durable import disk_full_named, measure_file, sync_folder, write_durably
 from zbgrpo.errors import RunFolderError
 
@@ -127,6 +128,7 @@ class FolderTransaction:
                 undo.callback(os.rename, self._aside, self.final)
             os.rename(self.path, self.final)
             undo.pop_all()
+        failpoints.fire("checkpoint.rename")
         sync_folder(self.final.parent)
         if replaces:
             shutil.rmtree(self._aside, ignore_errors=True)
@@ -164,6 +166,7 @@ def set_latest(parent: Path, name: str) -> None:
         with disk_full_named(parent / LATEST_NAME):
             write_durably(temporary, f"{name}\n".encode())
             os.replace(temporary, parent / LATEST_NAME)
+            failpoints.fire("checkpoint.rename")
             sync_folder(parent)
     finally:
         temporary.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zbgrpo import failpoints
 from zbgrpo.algorithms.packing import PackingRules
 from zbgrpo.algorithms.temperature import TemperatureSchedule
 from zbgrpo.checkpoint.model_folder import load_model, load_tokenizer, open_model
@@ -74,6 +75,7 @@ def run_consumer(rank: Rank) -> str:
     with ledger.phase(STARTUP):
         consumer, parts = _start(rank, ledger)
     reason = consumer.run()
+    failpoints.fire("shutdown.consumer")
     with ledger.phase(SHUTDOWN):
         consumer.profiler.close()
         final = consumer.finish()
@@ -98,6 +100,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Consumer, _Parts]:
         setup_rank_logging(startup.log_folder(config), 0, "consumer 0", console=True)
     tokenizer, renderer, rows, evaluation = _read_inputs(rank)
     store = connect(env, config)
+    failpoints.fire("init.world")
     nodes = gather_nodes(store, rank)
     if env.rank == 0:
         prepared = startup.prepare(config, env, rank.topology, nodes, renderer, rows, evaluation, store)
@@ -111,6 +114,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Consumer, _Parts]:
     address, ring_path, ring_bytes = _plan_address(rank, store, parts, nodes)
     groups = make_groups(store, rank.topology, config)
     trainer = _build_trainer(rank, groups, document, ledger)
+    failpoints.fire("init.model")
     if document.resume_folder is not None:
         trainer.load_state(Path(document.resume_folder) / "trainer", document.version)
     events = EventLog(Path(document.log_dir) / "events" / f"rank-{env.rank}.jsonl")
@@ -123,6 +127,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Consumer, _Parts]:
     reader = PlanReader(reader_channel, ring).start()
     for each in (channel, reader_channel):
         say_hello(each, rank, nodes[env.rank])
+    failpoints.fire("init.ready")
     dist.barrier()
     rank.stop.install()
     if env.rank == 0:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zbgrpo import failpoints
 from zbgrpo.checkpoint.model_folder import load_model, load_tokenizer
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.engine import startup
@@ -56,6 +57,7 @@ def run_producer(rank: Rank) -> str:
     with ledger.phase(STARTUP):
         producer, store = _start(rank, ledger)
     reason = producer.run()
+    failpoints.fire("shutdown.producer")
     producer.profiler.close()
     producer.pool.close()  # its workers also end by themselves when this process does, however it does
     producer.subscriber.close()
@@ -71,6 +73,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Producer, Any]:
     """Everything up to the point where all ranks are ready."""
     config, env = rank.config, rank.env
     store = connect(env, config)
+    failpoints.fire("init.world")
     nodes = gather_nodes(store, rank)
     document = startup.receive(store)
     log_dir = Path(document.log_dir)
@@ -87,6 +90,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Producer, Any]:
     manifests = stage_manifests(whole.specs, sent, config.weights.bucket_bytes)
     _tell_isolation(pool, config, events)
     backend = _build_backend(rank, model, tokenizer)
+    failpoints.fire("init.model")
     live = backend.live_weights()
 
     def subscribe(stage: int, manifest: WeightManifest) -> WeightSubscriber:
@@ -107,6 +111,7 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Producer, Any]:
     channel.start()
     open_trace(rank, document, channel)
     say_hello(channel, rank, nodes[env.rank])
+    failpoints.fire("init.ready")
     dist.barrier()
     rank.stop.install()
     producer = Producer(

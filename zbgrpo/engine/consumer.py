@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zbgrpo import failpoints
 from zbgrpo.algorithms.temperature import TemperatureSchedule
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.engine import saving
@@ -184,6 +185,7 @@ class Consumer:
         begun = time.monotonic()
         span = self.trace.span("forward/backward", step=entry.version, minibatch=entry.minibatch, groups=len(groups))
         with self.time.phase(phases.BUSY), span:
+            failpoints.fire("step.minibatch")
             self.profiler.advance(entry.version)
             self.trainer.train_minibatch(
                 [group.payload for group in groups],
@@ -216,10 +218,12 @@ class Consumer:
 
     def _commit(self, entry: PlanEntry) -> None:
         with self.time.phase(phases.BUSY), self.trace.span("optimizer step", step=entry.version):
+            failpoints.fire("step.commit")
             result = self.trainer.commit(abandon=self._left_out)
         if result is None:
             self._abandoned = True
             return
+        failpoints.fire("step.committed")
         self.version = entry.version + 1
         seconds = self.time.snapshot()
         self.channel.send(m.TimeReport(seconds), m.Committed(self.version, result.skipped))
@@ -267,6 +271,7 @@ class Consumer:
             return
         self._save_state(version)
         with self.time.phase(phases.CHECKPOINT), self.trace.span("save model", version=version):
+            failpoints.fire("checkpoint.model")
             saving.save_model(self.config, self.trainer, self.tokenizer, version)
 
     def _is_saved(self, version: int) -> bool:
@@ -279,6 +284,7 @@ class Consumer:
             if (recorder := self.recorder) is not None:
                 # A state vouches for the lines of all its steps.
                 self._wait_for(lambda: recorder.num_waiting == 0 or None, "the last step's report")
+            failpoints.fire("checkpoint.state")
             token = f"{self.run_id[:8]}-{version}"
             saving.save_state(
                 self.config, self.trainer, self.group, self.rank, version, token, lambda: self._ledger_state(version)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from zbgrpo import failpoints
 from zbgrpo.data.order import episode_order
 from zbgrpo.engine.hub_process import child_main
 from zbgrpo.engine.hub_spec import HubSpec
@@ -61,7 +62,7 @@ class Hub:
         self.last_drop = ""
         self.extremes = {"all_right": 0, "all_wrong": 0}
         self._attached: set[str] = set()
-        self._expected = _expected_peers(spec)
+        self._expected = spec.hub_peers()
         self._held_weights: list[m.WeightsStart] = []
         self._granted = [0] * spec.num_producers
         self._due_evaluation: int | None = self.ledger.version if spec.eval_rows and spec.evaluate_first else None
@@ -134,10 +135,12 @@ class Hub:
         for producer, lease in self.ledger.grant():
             granted.setdefault(producer, []).append(lease)
         for producer, leases in granted.items():
+            failpoints.fire("hub.grant")
             # All in one message: a producer must not begin a synchronous round with a part of it.
             self._granted[producer] += len(leases)
             self.server.send(_producer(producer), m.Leases(leases))
         for entry in self.ledger.plan():
+            failpoints.fire("hub.plan")
             self._publish(entry)
         if self._ended_at and not self._final_sent:
             self._send_final()
@@ -176,6 +179,7 @@ class Hub:
     def _broadcasts_done(self, name: str, message: m.BroadcastsDone, frames: Any) -> None:
         assert self._finished is not None, "the plan has not ended"
         self._ended_at = time.monotonic()
+        failpoints.fire("shutdown.hub")
         for producer in self._names("producer:"):
             self.server.send(producer, m.Finished(self._finished))
 
@@ -220,6 +224,7 @@ class Hub:
     def _groups(self, name: str, message: m.Groups, frames: list[memoryview]) -> None:
         check_frames(message.groups, frames)
         for header, frame in zip(message.groups, frames, strict=True):
+            failpoints.fire("hub.deliver")
             if self.ledger.deliver(header.lease_id, header.num_tokens, header.oldest_version, header.crc):
                 self.groups[header.lease_id] = StoredGroup(header, frame)
 
@@ -259,6 +264,7 @@ class Hub:
     def _committed(self, name: str, message: m.Committed, frames: Any) -> None:
         if name != "consumer:0":
             return
+        failpoints.fire("hub.commit")
         self.ledger.commit(message.version, message.skipped)
         if message.version in self._snapshots_due:
             self._snapshots_due.discard(message.version)
@@ -273,6 +279,7 @@ class Hub:
         self._send_snapshot(message.version)
 
     def _send_snapshot(self, version: int) -> None:
+        failpoints.fire("hub.snapshot")
         self.ledger.events.append({"kind": "snapshot", "version": version})
         self._write_events()  # what the snapshot covers is in the log before anybody can restore it
         self.server.send("consumer:0", m.LedgerState(version, self.ledger.snapshot()))
@@ -370,15 +377,6 @@ class Hub:
             self.events.extend(self.ledger.events)
             self.ledger.events.clear()
             self.events.flush()
-
-
-def _expected_peers(spec: HubSpec) -> set[str]:
-    """Names of all peers that connect to this hub."""
-    producers = {_producer(index) for index in range(spec.num_producers)}
-    consumers = {f"consumer:{reader.rank}" for reader in spec.readers}
-    readers = {reader.name for reader in spec.readers if reader.node == spec.node}
-    relays = {f"relay:{reader.node}" for reader in spec.readers if reader.node != spec.node}
-    return producers | consumers | readers | relays
 
 
 def _producer(index: int) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from zbgrpo import failpoints
 from zbgrpo.engine.hub_spec import HubSpec, HubStarted
 from zbgrpo.errors import PeerLostError, ResourceError, ZbgrpoError
 from zbgrpo.transport import messages as m
@@ -104,6 +105,7 @@ def child_main(run: Callable[[HubSpec, Server, RingWriter], int]) -> int:
         try:
             spec = decode_spec(sys.stdin.readline())
             title = title_of(spec)
+            failpoints.arm(spec.failpoints, title.replace(" of node ", ":"))
             keys = Keys.generate() if spec.curve else None
             server = Server(spec.run_id, spec.host, spec.timing, spec.max_message_bytes, keys)
             stack.callback(server.close)
@@ -111,6 +113,7 @@ def child_main(run: Callable[[HubSpec, Server, RingWriter], int]) -> int:
             ring = RingWriter.create("ring", spec.ring_bytes, num_local)
             stack.callback(ring.close)
             stack.callback(ring.unlink)
+            failpoints.fire("init.hub")
             files = (server.address.endpoint, ring.path)
             threading.Thread(target=_exit_with_parent, args=files, daemon=True).start()
             first = HubStarted(asdict(server.address), ring.path, ring.capacity_bytes)

@@ -35,6 +35,8 @@ class HubSpec(Struct, frozen=True, kw_only=True):
     max_message_bytes: int
     readers: list[ReaderSpec]
     events_path: str
+    failpoints: str = ""
+    """For the tests: `zbgrpo.failpoints`."""
     trace_limit: int = 0
     """Most records of the hub's trace; 0: none is written."""
     hub_address: Optional[dict[str, str]] = None
@@ -60,6 +62,14 @@ class HubSpec(Struct, frozen=True, kw_only=True):
     """Whether the restored version has a complete model folder, so that it need not be saved again."""
     restored: Optional[dict[str, Any]] = None
     """A snapshot of the ledger; bytes in it travel as base64."""
+
+    def hub_peers(self) -> set[str]:
+        """Names of all peers that connect to the hub."""
+        producers = {f"producer:{index}" for index in range(self.num_producers)}
+        consumers = {f"consumer:{reader.rank}" for reader in self.readers}
+        readers = {reader.name for reader in self.readers if reader.node == self.node}
+        relays = {f"relay:{reader.node}" for reader in self.readers if reader.node != self.node}
+        return producers | consumers | readers | relays
 
     def ledger_options(self, order: Any) -> LedgerOptions:
         """The ledger's share of the spec."""

@@ -10,11 +10,12 @@ import sys
 import time
 import traceback
 
+from zbgrpo import failpoints
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.engine.rank import Rank
 from zbgrpo.errors import EXIT_STOPPED, EXIT_USER_ERROR, PeerLostError, UserError
 from zbgrpo.observe.logs import error_line
-from zbgrpo.topology.env import TorchrunEnv
+from zbgrpo.topology.env import TorchrunEnv, failpoints_text
 from zbgrpo.transport import messages as m
 from zbgrpo.types import Role
 
@@ -25,6 +26,7 @@ def run_rank(config: RunConfig, env: TorchrunEnv) -> int:
     """Run this rank to its end; the exit status: 0 finished, 85 stopped and saved, 2 user's error, 1 failure."""
     rank = Rank(config, env)
     try:
+        failpoints.arm(failpoints_text(), rank.name)
         reason = _run_role(rank)
     except PeerLostError as error:
         logger.info("%s", error)

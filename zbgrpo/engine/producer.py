@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from zbgrpo import failpoints
 from zbgrpo.algorithms.filters import is_effective
 from zbgrpo.algorithms.temperature import TemperatureSchedule
 from zbgrpo.config.schema import RunConfig
@@ -136,6 +137,7 @@ class Producer:
                 raise AssertionError(f"the hub sent {type(message).__name__} to a producer")
 
     def _start_training_lease(self, lease: Lease) -> None:
+        failpoints.fire("lease.start")
         inference = self.config.inference
         row = self.prompts.rows[self.prompts.usable[lease.row]]
         streams = [
@@ -145,6 +147,7 @@ class Producer:
         self._submit(lease, row, streams, self.temperatures.at(lease.uid))
 
     def _start_evaluation_lease(self, lease: EvaluationLease) -> None:
+        failpoints.fire("evaluation.row")
         evaluation = self.config.evaluation
         row = self.prompts.evaluation[lease.task][lease.row]
         # Without the version: the same random numbers at every step, so that accuracies differ by the weights only.
@@ -170,6 +173,7 @@ class Producer:
             return
         phase = phases.BLOCKED_ON_WEIGHTS if self.subscriber.applied_version >= 0 else phases.STARTUP
         with self.time.phase(phase), self.trace.span("apply") as noted:
+            failpoints.fire("weights.apply")
             applied = self.subscriber.apply()
             if applied is not None:
                 noted["version"] = applied.version
@@ -204,6 +208,7 @@ class Producer:
         self.trace.counter("slots in use", occupied)
         if not occupied:
             return []
+        failpoints.fire("generate.step")
         self.profiler.advance(self.subscriber.applied_version)
         rest = phases.EVAL if self.hold is not None else phases.STARVED
         unstarted, begun = self.backend.num_unstarted, time.monotonic()
@@ -234,6 +239,7 @@ class Producer:
                 continue
             work.responses[response.response_index] = response
             if len(work.responses) == work.num_responses:
+                failpoints.fire("reward.submit")
                 work.complete_at = time.monotonic()
                 self.trace.begin("reward", response.key, responses=work.num_responses)
                 self.pool.submit(response.key, [self._score_request(work, n) for n in range(work.num_responses)])
@@ -266,6 +272,7 @@ class Producer:
             return
         self.events.flush()  # first, so that nothing is known of a group that this log does not have
         if headers:
+            failpoints.fire("send.groups")
             self.channel.send(m.Groups(headers), frames=frames)
         self._send_verdicts()
 
@@ -355,6 +362,7 @@ class Producer:
         )
         versions = {version for r in responses for _, version in r.spans}
         assert versions == {lease.version}, f"evaluation of version {lease.version} used {versions}"
+        failpoints.fire("evaluation.result")
         self.channel.send(m.Evaluated(lease.lease_id, result))
         self.trace.end("evaluation row", lease.lease_id)
 

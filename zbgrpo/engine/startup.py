@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Optional
 
 import msgspec
 
+from zbgrpo import failpoints
 from zbgrpo.checkpoint.folder import LOCK_NAME, MANIFEST_NAME, RunLock, verify_folder
 from zbgrpo.config.load import dump_yaml
 from zbgrpo.config.schema import RunConfig
@@ -259,6 +260,7 @@ def _hub_spec(config: RunConfig, topology: Topology, nodes: list[int], log_dir: 
         max_message_bytes=MAX_MESSAGE_BYTES,
         readers=[ReaderSpec(rank, nodes[rank], topology[rank].dp_index) for rank in topology.consumer_ranks],
         events_path=str(log_dir / "events" / "hub.jsonl"),
+        failpoints=failpoints.armed_text(),
         trace_limit=config.observe.trace_limit if config.observe.trace else 0,
         num_episodes=config.data.num_episodes,
         seed=config.seed,

@@ -1,4 +1,4 @@
-"""A scoring process: `python -m zbgrpo.rewards.worker CHANNEL_FD PARENT_PID`, started by `pool.py` only.
+"""A scoring process: `python -m zbgrpo.rewards.worker CHANNEL_FD PARENT_PID FAILPOINTS`, started by `pool.py` only.
 
 The channel is a socket that nobody else holds, so whatever a reward function prints (stdout is stderr here) or reads
 (stdin is empty) stays clear of it. Its first frame is the `RewardSpec`; the worker answers `WorkerReady`, then one
@@ -18,6 +18,7 @@ from typing import Optional
 
 import msgspec
 
+from zbgrpo import failpoints
 from zbgrpo.errors import UserError
 from zbgrpo.rewards.code import CodeScorer
 from zbgrpo.rewards.messages import (
@@ -38,7 +39,8 @@ _READ_BYTES = 1 << 16
 
 
 def main() -> int:
-    channel_fd, parent_pid = (int(argument) for argument in sys.argv[1:])
+    channel_fd, parent_pid = (int(argument) for argument in sys.argv[1:3])
+    failpoints.arm(sys.argv[3], "reward")
     _die_with_parent(parent_pid)
     os.set_inheritable(channel_fd, False)
     with socket.socket(fileno=channel_fd) as channel:
@@ -59,6 +61,7 @@ def _serve(channel: socket.socket) -> int:
     _send(channel, WorkerReady(isolation=scorer.isolation if isinstance(scorer, CodeScorer) else None))
     decoder = msgspec.json.Decoder(ScoreRequest)
     while (payload := _receive(channel, buffer)) is not None:
+        failpoints.fire("reward.score")
         _send(channel, scorer.score(decoder.decode(payload)))
     return 0
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from typing import Optional
 
+from zbgrpo import failpoints
 from zbgrpo.rewards.messages import encode_frame, take_frame
 
 _READ_BYTES = 1 << 16
@@ -116,4 +117,5 @@ def _command(channel_fd: int) -> list[str]:
         "zbgrpo.rewards.worker",
         str(channel_fd),
         str(os.getpid()),
+        failpoints.armed_text(),
     ]

@@ -158,6 +158,11 @@ def engine_owner() -> EngineOwner | None:
     return EngineOwner(int(process), folder) if process else None
 
 
+def failpoints_text() -> str:
+    """What is to fail in this process (ZBGRPO_FAILPOINTS, see `zbgrpo.failpoints`); empty outside of tests."""
+    return os.environ.get("ZBGRPO_FAILPOINTS", "")
+
+
 def usable_cores() -> list[int]:
     """Numbers of the CPU cores that this process may run on; empty where the system does not tell."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zbgrpo import failpoints
 from zbgrpo.algorithms.packing import Microbatch, PackingRules, pack
 from zbgrpo.checkpoint import model_folder
 from zbgrpo.checkpoint.tensors import load_tensors, save_tensors
@@ -210,7 +211,7 @@ class TorchTrainer:
         rate = learning_rate(self._config.learning_rate, self._step, self._num_schedule_steps, self._config.schedule)
         norm = float("nan")
         if denominator > 0:
-            self.parameters.scale(1.0 / denominator)
+            self.parameters.scale(math.nan if failpoints.fire("step.gradients") else 1.0 / denominator)
             norm = self.parameters.norm()
         self._step += 1
         finite = math.isfinite(norm) and math.isfinite(sums["loss"])

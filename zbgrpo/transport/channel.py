@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from zbgrpo import failpoints
 from zbgrpo.errors import PeerLostError, ProtocolError
 from zbgrpo.observe.clockoffset import ClockOffset
 from zbgrpo.transport.link import Link
@@ -196,7 +197,7 @@ class Channel:
         while self._outbox:
             messages, frames = self._outbox[0]
             parts = encode(self._sender, self._link.next_sequence, self._link.received, messages, frames)
-            if not dealer.send(parts):
+            if not dealer.send([*parts[:-1], failpoints.damaged("wire.send", parts[-1])]):
                 return False
             self._link.sent(parts, time.monotonic())
             self._outbox.popleft()  # only now, so that `drained` never misses a message between the two

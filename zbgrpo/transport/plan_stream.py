@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from zbgrpo import failpoints
 from zbgrpo.errors import ProtocolError, ZbgrpoError
 from zbgrpo.ledger.records import PlanEntry, PlanKind
 from zbgrpo.transport.channel import Channel, Received
@@ -92,7 +93,7 @@ class PlanPublisher:
         while waiting:
             header, frame = waiting[0]
             readers = readers_of[header.lease_id]
-            descriptor = self._ring.try_write_content(frame, header.crc, readers)
+            descriptor = self._ring.try_write_content(failpoints.damaged("ring.write", frame), header.crc, readers)
             if descriptor is None:
                 break
             waiting.popleft()
@@ -160,6 +161,7 @@ class PlanReader:
         if len(plan.groups) != len(plan.records):
             raise ProtocolError(f"a plan entry of {len(plan.groups)} groups with {len(plan.records)} ring records")
         for header, descriptor in zip(plan.groups, plan.records, strict=True):
+            failpoints.fire("ring.read")
             frame = self._ring.read_content(descriptor, frame_bytes(header))
             if descriptor.crc != header.crc:
                 raise ProtocolError(f"group {header.lease_id} was changed on its way: its checksum does not match")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zbgrpo import failpoints
 from zbgrpo.errors import ProtocolError
 from zbgrpo.transport.channel import ACKNOWLEDGE_SECONDS, Timing
 from zbgrpo.transport.link import Link
@@ -55,6 +56,7 @@ class Server:
             return arrived
         while len(arrived) < limit and (received := self._router.receive()) is not None:
             name, parts = received
+            parts[-1] = memoryview(failpoints.damaged("wire.receive", parts[-1]))
             try:
                 arrived.extend(self._accept(name, parts))
             except ProtocolError as error:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zbgrpo import failpoints
 from zbgrpo.errors import WeightSyncError, ZbgrpoError
 from zbgrpo.groups.process_groups import reason_of
 from zbgrpo.weights.manifest import WeightManifest, digest
@@ -83,6 +84,7 @@ class WeightPublisher:
         """Copy the weights, each as it comes, and return; they are sent in the background, newest first. Raises an
         earlier failure, and `WeightSyncError` if the names are not those of the manifest."""
         start = time.monotonic()
+        failpoints.fire("weights.publish")
         with self._condition:
             staging = self._claim(start)
         with torch.no_grad():

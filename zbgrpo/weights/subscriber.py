@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zbgrpo import failpoints
 from zbgrpo.errors import WeightSyncError, ZbgrpoError
 from zbgrpo.groups.process_groups import reason_of
 from zbgrpo.weights.manifest import WeightManifest, digest
@@ -166,6 +167,7 @@ class WeightSubscriber:
                 return
             self._ready = None
             shadow = self._shadow
+        failpoints.fire("weights.receive")
         self._report()
         with background_stream(self._device) as finish:
             trailer = torch.zeros(2, dtype=torch.int64, device=self._device)

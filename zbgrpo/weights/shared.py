@@ -1,0 +1,128 @@
+"""Memory of one process that others of its machine read: new weights then need not travel at all.
+
+On the CPU it is an anonymous file in memory. It has no name anywhere, so nothing is left behind however the processes
+end; others open it through the descriptor of the process that made it. On a GPU it is memory of the device, opened by
+the handles of CUDA IPC. What others need to open either is plain numbers and bytes, told through the rendezvous store.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Union
+
+import msgspec
+import torch
+from torch import Tensor
+
+from zbgrpo.errors import ResourceError, WeightSyncError
+from zbgrpo.weights.manifest import WeightManifest
+
+_NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
+
+
+class MemoryFile:
+    """An anonymous file of fixed size. What others have mapped stays with them after `close`."""
+
+    def __init__(self, title: str, num_bytes: int) -> None:
+        """All of it is reserved at once; raises `ResourceError` if there is no memory for it."""
+        self.num_bytes = num_bytes
+        self._descriptor = os.memfd_create(f"zbgrpo-{title}")
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        reserved = False
+        try:
+            # A file that only grows with its first write would end this process by SIGBUS where memory runs out.
+            os.posix_fallocate(self._descriptor, 0, num_bytes)
+            reserved = True
+        except OSError as error:
+            if error.errno in _NO_MEMORY:
+                raise ResourceError(f"no memory for {num_bytes} bytes of weights ({title})") from error
+            raise
+        finally:
+            if not reserved:
+                os.close(self._descriptor)
+
+    def map(self) -> Tensor:
+        """All bytes, shared with everybody who has mapped them."""
+        return map_file(self.path, self.num_bytes)
+
+    def close(self) -> None:
+        """Nobody can open it any more."""
+        os.close(self._descriptor)
+
+
+def map_file(path: str, num_bytes: int) -> Tensor:
+    """The bytes of a `MemoryFile` of another process. Raises `WeightSyncError` if it cannot be opened or has another
+    size."""
+    try:
+        size = os.stat(path).st_size
+        if size != num_bytes:
+            raise WeightSyncError(f"weights in shared memory: {size} bytes are there, not {num_bytes}")
+        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        raise WeightSyncError(f"weights in shared memory: {path} cannot be opened: {error}") from error
+
+
+class _InFile(msgspec.Struct, frozen=True, tag="file"):
+    """One set of staging buckets, one after the other."""
+
+    path: str
+
+
+class _OnDevice(msgspec.Struct, frozen=True, tag="cuda"):
+    """One set of staging buckets; of each what torch needs to open its storage."""
+
+    buckets: list[tuple[int, bytes, int, int, bytes, int, bytes, bool]]
+
+
+_Sets = list[Union[_InFile, _OnDevice]]
+
+
+class SharedStaging:
+    """Sets of staging buckets that other processes can open. Made by the source of the weights."""
+
+    def __init__(self, manifest: WeightManifest, device: torch.device, num_sets: int) -> None:
+        """Raises `ResourceError` if there is no memory for them."""
+        self._files: list[MemoryFile] = []
+        self.sets: list[list[Tensor]] = []
+        handles: _Sets = []
+        for _ in range(num_sets):
+            if device.type == "cuda":
+                buckets = manifest.allocate(device)
+                handles.append(_OnDevice([bucket.untyped_storage()._share_cuda_() for bucket in buckets]))
+            else:
+                file = MemoryFile("weights", manifest.num_bytes)
+                self._files.append(file)
+                buckets = list(file.map().split(manifest.bucket_sizes))
+                handles.append(_InFile(file.path))
+            self.sets.append(buckets)
+        self.handles = msgspec.msgpack.encode(handles)
+        """What `open_staging` needs, in another process."""
+
+    def close(self) -> None:
+        """Nobody can open them any more; who has goes on having them."""
+        for file in self._files:
+            file.close()
+        self._files.clear()
+
+
+def open_staging(handles: bytes, manifest: WeightManifest) -> list[list[Tensor]]:
+    """The sets of staging buckets of a `SharedStaging` with an equal manifest, in another process of its machine.
+
+    Raises `WeightSyncError` where this process cannot reach that one's memory.
+    """
+    opened: list[list[Tensor]] = []
+    for described in msgspec.msgpack.decode(handles, type=_Sets):
+        if isinstance(described, _InFile):
+            opened.append(list(map_file(described.path, manifest.num_bytes).split(manifest.bucket_sizes)))
+        else:
+            opened.append([_open_on_device(bucket) for bucket in described.buckets])
+    return opened
+
+
+def _open_on_device(handle: tuple[int, bytes, int, int, bytes, int, bytes, bool]) -> Tensor:
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(*handle)
+    except RuntimeError as error:
+        raise WeightSyncError(f"weights by CUDA IPC: the memory of the source cannot be opened: {error}") from error
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
