@@ -16,6 +16,7 @@ REQUIRED = [
     "numpy",
     "msgspec",
     "pyzmq",
+    "isal",
     "pyyaml",
     "rich",
     "math-verify",

@@ -128,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("log_dir", metavar="LOG_DIR", type=Path, help="log folder of the run: logs/<project>")
     check.set_defaults(verb=_check_ledger)
 
+    _add_replay(verbs)
     _add_report(verbs)
 
     plan = verbs.add_parser("plan", help="find the split of a cluster with the least bubble", description=DESCRIPTION)
@@ -135,6 +136,21 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(verb=_plan)
     _add_bench(verbs)
     return parser
+
+
+def _add_replay(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    replay = verbs.add_parser(
+        "replay",
+        help="train the recorded steps of a run again, and compare",
+        description="Train again, bit by bit on a CPU, what the optimizer steps of a run were made of "
+        "(observe.record_steps=true), with as many processes as the run had consumers, and compare the weights of each "
+        "version that was sent. To be started in the folder that the run was started in.",
+    )
+    replay.add_argument("log_dir", metavar="LOG_DIR", type=Path, help="log folder of the run: logs/<project>")
+    replay.add_argument(
+        "--from", dest="version", type=int, metavar="N", help="the start that went on from step N (default: the last)"
+    )
+    replay.set_defaults(verb=_replay)
 
 
 def _add_report(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -211,6 +227,14 @@ def _check_ledger(arguments: argparse.Namespace) -> int:
     report = check_logs(arguments.log_dir)
     print("\n".join(_report_lines(arguments.log_dir, report)))
     return 0 if report.ok else 1
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from zbgrpo.engine.replay import command
+
+    program = command(arguments.log_dir, arguments.version)
+    sys.stdout.flush()
+    os.execv(program[0], program)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,17 @@ import torch.distributed as dist
 
 from tests.support.models import perturbed, tiny_model
 from tests.support.ranks import run_ranks
-from tests.support.training import ALGORITHMS, GRPO, differences, eight_groups, flat, make_trainer, mesh_of, steps, train
+from tests.support.training import (
+    ALGORITHMS,
+    GRPO,
+    differences,
+    eight_groups,
+    flat,
+    make_trainer,
+    mesh_of,
+    steps,
+    train,
+)
 from zbgrpo.trainer.layout import ALONE, Layout, full_tensor
 from zbgrpo.types import GroupPayload
 

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import weight_ends
 from tests.support.ranks import run_ranks
 from tests.support.weight_ends import BUCKET_BYTES, Net, Sink, Source, same
 from zbgrpo.errors import ZbgrpoError
@@ -34,7 +36,8 @@ def error_of(call: Callable[[], Any]) -> str:
     return ""
 
 
-def death(rank: int, store: Any) -> dict[str, str]:
+def death(rank: int, store: Any, shared: bool) -> dict[str, str]:
+    weight_ends.SHARED_MEMORY = shared
     timeout = timedelta(seconds=PEER_TIMEOUT_SECONDS)
     with_silent = dist.new_group([0, 1], timeout=timeout)
     with_dead_sink = dist.new_group([0, 1, 3], timeout=timeout)
@@ -57,6 +60,7 @@ def death(rank: int, store: Any) -> dict[str, str]:
     if rank == 1:
         sink = Sink(with_dead_sink, stores["sink"], torch.float32, width=WIDTH)
         sink.subscriber.expect(sink.next_announced())
+    weight_ends.SHARED_MEMORY = False  # of a dead source nothing arrives in either way; a part of it, when it is sent
     if rank == 2:
         bucket = torch.zeros(WeightManifest.of(Net(0, width=WIDTH), torch.float32, BUCKET_BYTES).bucket_sizes[0])
         store.wait(["ready/0", "ready/1"])
@@ -72,8 +76,9 @@ def death(rank: int, store: Any) -> dict[str, str]:
     return found
 
 
-def test_dead_and_silent_peers_are_errors_within_the_timeout() -> None:
-    first, second, *_ = run_ranks(4, death, 3 * PATIENCE_SECONDS, dying=(2, 3))
+@pytest.mark.parametrize("shared", [False, True], ids=["broadcast", "memory"])
+def test_dead_and_silent_peers_are_errors_within_the_timeout(shared: bool) -> None:
+    first, second, *_ = run_ranks(4, death, 3 * PATIENCE_SECONDS, shared, dying=(2, 3))
     for name in ("silent sink", "after it", "dead sink"):
         assert first[name].startswith("WeightSyncError: broadcast 1 of the weights failed"), (name, first)
     for found in (first, second):

@@ -99,6 +99,7 @@ class Run:
         common: list[str] | None = None,
         rendezvous: list[str] | None = None,
         python: str = sys.executable,
+        failpoints: str = "",
     ) -> None:
         self.workplace = workplace
         extra = flags.split() if isinstance(flags, str) else flags
@@ -106,7 +107,7 @@ class Run:
             python, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks),
             *(rendezvous or _rendezvous()), "-m", "zbgrpo.launch", *(FLAGS if common is None else common), *extra,
         ]  # fmt: skip
-        self.process = start(command, workplace)
+        self.process = start(command, workplace, failpoints)
 
     def wait(self, timeout_seconds: float = 150.0) -> Finished:
         """Wait for its end; a run that does not end is killed and fails the test."""
@@ -156,10 +157,11 @@ class Run:
             time.sleep(0.02)
 
 
-def start(command: list[str], folder: Path) -> subprocess.Popen[str]:
-    """A process in a session of its own, with the project importable."""
+def start(command: list[str], folder: Path, failpoints: str = "") -> subprocess.Popen[str]:
+    """A process in a session of its own, with the project importable; `failpoints`: see `zbgrpo.failpoints`."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "ZBGRPO"))}
     environment |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["ZBGRPO_FAILPOINTS"] = failpoints
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         errors="replace", start_new_session=True,

@@ -17,6 +17,8 @@ TIMEOUT_SECONDS = 60.0
 CPU = torch.device("cpu")
 BUCKET_BYTES = 512
 END = -1
+SHARED_MEMORY = False
+"""Whether the sources and sinks of this process use memory of the source, in place of broadcasts."""
 
 
 class Net(nn.Module):
@@ -70,8 +72,11 @@ class Source:
             self._announce,
             device=CPU,
             timeout_seconds=TIMEOUT_SECONDS,
+            shared=SHARED_MEMORY,
             on_sent=self.sent.append,
         )
+        if self.publisher.shared is not None:
+            store.set("staging", self.publisher.shared.handles)
 
     def _announce(self, broadcast: int, version: int) -> None:
         self._announced = broadcast
@@ -102,6 +107,7 @@ class Sink:
             manifest,
             dict(named_weights(self.model)),
             device=CPU,
+            handles=store.get("staging") if SHARED_MEMORY else None,
             on_applied=lambda version, value: self.reports.append((version, value)),
         )
 

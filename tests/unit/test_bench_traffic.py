@@ -39,14 +39,13 @@ def test_every_row_has_another_content_which_is_checked() -> None:
     frames = {payload_frame(content.payload(row, 0)) for row in range(200)}
     assert len(frames) == 200
     group = group_of(7, content)
-    content.check(group, whole=True)
-    content.check(group, whole=False)
+    content.check(group)
     wrong = TrainGroup(group_of(8, content).header, group.payload)
     with pytest.raises(ProtocolError, match="arrived with other"):
-        content.check(wrong, whole=False)
+        content.check(wrong)
     group.payload.response_ids[5] ^= 1
     with pytest.raises(ProtocolError, match="response_ids"):
-        content.check(group, whole=True)
+        content.check(group)
 
 
 def test_tensors_have_the_values_and_memory_of_their_own() -> None:

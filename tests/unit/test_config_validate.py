@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zbgrpo.config import fields, validate
-from zbgrpo.config.flags import label
+from zbgrpo.config import validate
 from zbgrpo.config.load import load_config
 from zbgrpo.errors import ConfigError
 
@@ -64,35 +63,13 @@ def test_bad_combination_names_the_flag_and_the_numbers(argv: list[str], culprit
     assert all(part in line for part in parts), line
 
 
-@pytest.mark.parametrize(
-    ("argv", "culprit"),
-    [
-        (["--trainer", "colossalai"], "--trainer"),
-        (["--weight-transport", "ipc"], "--weight-transport"),
-    ],
-)
-def test_what_is_not_available_says_so(argv: list[str], culprit: str) -> None:
-    entry = next((entry for entry in validate.NOT_AVAILABLE if label(entry.path) == culprit), None)
-    if entry is None:  # available by now: nothing may object to the value any more in this way
-        load_config([*argv, "-t", "2", "-i", "2"])
-        return
-    line = first_line(*argv)
-    assert line.startswith(culprit) and "not available yet" in line and entry.instead in line
-
-
-def test_defaults_are_all_available() -> None:
-    assert all(not entry.applies(fields.leaves()[entry.path].default) for entry in validate.NOT_AVAILABLE)
-
-
-def test_trainers_that_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "NOT_AVAILABLE", ())
+def test_trainers_that_cannot_be_split() -> None:
     line = first_line("-t", "6", "-tp", "2", "-pp", "2")
     assert line.startswith("-t/--num-trainers") and "6" in line and "4 = 2" in line
     assert load_config(["-t", "4", "-tp", "2", "-pp", "2", "-tbs", "32"]).config.dp_size == 1
 
 
-def test_producers_of_several_ranks_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "NOT_AVAILABLE", ())
+def test_producers_of_several_ranks_in_the_sum() -> None:
     assert load_config(["-t", "2", "-i", "3", "-ptp", "2", "-b", "vllm"], 8).config.world_size == 8
     with pytest.raises(ConfigError, match=r"2 trainers \+ 3 inferencers x 2 ranks .* = 8 ranks, but the world has 6"):
         load_config(["-t", "2", "-i", "3", "-ptp", "2", "-b", "vllm"], 6)

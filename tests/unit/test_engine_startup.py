@@ -209,7 +209,7 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """This machine's address on the way to others, and what names mean; filled by the test. 127.0.0.9 stands for an
     address that others reach: a machine without a network has none."""
     known: dict[str, str] = {}
-    monkeypatch.setattr(startup, "_route_to", lambda host, port: known.get(host))
+    monkeypatch.setattr(startup, "route_to", lambda host, port: known.get(host))
     monkeypatch.setattr(startup.socket, "gethostbyname", lambda name: known.get(name, name))
     return known
 
@@ -245,12 +245,6 @@ def test_an_unusable_address_is_refused_by_name(routes: dict[str, str]) -> None:
 def test_an_unknown_name_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"MASTER_ADDR: 'no\.such\.name\.invalid'"):
         startup._hub_host(env_of("no.such.name.invalid"), [0, 1], store_of("", ""))
-
-
-def test_a_node_tells_its_own_address_on_the_way_to_the_master() -> None:
-    store = HashStore()
-    startup.tell_address(store, env_of("127.0.0.1", rank=1))
-    assert store.get("address/1") == b"127.0.0.1"
 
 
 # -------------------------------------------------------------------------------------------- the processes of a rank

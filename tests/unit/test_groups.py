@@ -31,11 +31,14 @@ def config_of(transport: str = "auto", staging: str = "device") -> RunConfig:
     )
 
 
-def backends(monkeypatch: pytest.MonkeyPatch, config: RunConfig, gpus: list[str]) -> list[tuple[list[int], str]]:
-    """Ranks and backend of each group that a rank makes, in order."""
+def backends(
+    monkeypatch: pytest.MonkeyPatch, config: RunConfig, gpus: list[str], machines: str = "aabb"
+) -> list[tuple[list[int], str]]:
+    """Ranks and backend of each group that a rank makes, in order; by default on two machines."""
     store = HashStore()
-    for rank, gpu in enumerate(gpus):
+    for rank, (gpu, machine) in enumerate(zip(gpus, machines, strict=True)):
         store.set(f"gpu/{rank}", gpu)
+        store.set(f"machine/{rank}", machine)
     made: list[tuple[list[int], str]] = []
     monkeypatch.setattr(process_groups, "_new_group", lambda ranks, timeout, backend: made.append((ranks, backend)))
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
@@ -61,6 +64,39 @@ def test_nccl_only_between_ranks_with_a_gpu_each(
     assert made[:3] == [([0, 1], consumers), ([2, 3], producers), ([0, 2, 3], weights)]
     lines = [[0, 1], [0], [1], [0], [1]]  # of the consumers' mesh: dp, then pp and tp, which have one rank each
     assert made[3:] == [(line, consumers) for line in lines]
+
+
+LINES = [(0, 2, 3)]
+
+
+@pytest.mark.parametrize("gpus", [TRAINERS_SHARE, PRODUCERS_SHARE, NONE])
+@pytest.mark.parametrize("asked", ["auto", "ipc"])
+def test_on_one_machine_weights_go_through_memory(gpus: list[str], asked: str) -> None:
+    """Unless each rank has a GPU of its own, which nccl takes."""
+    assert process_groups.weights_transport(config_of(asked), gpus, "aaaa", LINES) == "ipc"
+    # What counts is who gets weights from whom: here one stage on each machine, with producers of its own.
+    assert process_groups.weights_transport(config_of(asked), gpus, "aabb", [(0, 1), (2, 3)]) == "ipc"
+
+
+def test_memory_of_the_source_can_be_asked_for_with_gpus_too() -> None:
+    assert process_groups.weights_transport(config_of("ipc"), OWN, "aaaa", LINES) == "ipc"
+    assert process_groups.weights_transport(config_of("auto"), OWN, "aaaa", LINES) == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "machines", "culprit"),
+    [(NONE, "aaab", "ranks 0 and 3 are on different machines"), (SOME_HAVE_NONE, "aaaa", "one of ranks 0 and 3 has")],
+)
+def test_memory_that_cannot_be_reached(gpus: list[str], machines: str, culprit: str) -> None:
+    with pytest.raises(ConfigError, match=f"--weight-transport ipc: {culprit}"):
+        process_groups.weights_transport(config_of("ipc"), gpus, machines, LINES)
+    assert process_groups.weights_transport(config_of("auto"), gpus, machines, LINES) == "gloo"
+
+
+def test_a_machine_is_a_node_a_boot_a_process_namespace_and_a_user() -> None:
+    envs = [TorchrunEnv(rank, 3, 0, 1, node, "localhost", 1, "none", 0) for rank, node in ((0, 0), (1, 0), (2, 1))]
+    first, same, other_node = map(process_groups._own_machine, envs)
+    assert first == same != other_node and len(first.split()) == 4
 
 
 @pytest.mark.parametrize("gpus", [OWN, TRAINERS_SHARE, NONE])

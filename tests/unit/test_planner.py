@@ -19,7 +19,6 @@ from tests.support.simulation import Balanced, play
 from zbgrpo import cli
 from zbgrpo.config.load import dump_yaml, load_config, load_yaml
 from zbgrpo.errors import ConfigError, RunFolderError
-from zbgrpo.ledger.ledger import Ledger
 from zbgrpo.observe.decoding import DecodeStatistics
 from zbgrpo.planner.measure import measure
 from zbgrpo.planner.rates import (
@@ -33,7 +32,7 @@ from zbgrpo.planner.rates import (
 )
 from zbgrpo.planner.scenario import Account, Figures, Scenario
 from zbgrpo.planner.search import THROUGHPUT_TOLERANCE, Cluster, _smaller, bound, find_plan
-from zbgrpo.planner.simulation import _Ledger, simulate
+from zbgrpo.planner.simulation import simulate
 
 IDLE_LOOP = 0.02
 """What an idle producer takes at most to notice new weights."""
@@ -218,38 +217,6 @@ def test_a_thousand_ranks() -> None:
     )  # fmt: skip
     assert 0 <= figures.producers.bubble < 1
     assert figures.samples_per_second == pytest.approx(128 * 8 * 4 / figures.step_seconds)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_the_ledger_for_many_producers_grants_what_the_ledger_grants(seed: int) -> None:
-    generator = random.Random(seed)
-    options = one_by_one(rates(), num_producers=7, leases_per_producer=3, max_staleness=1).ledger_options()
-    both = [Ledger(options), _Ledger(options)]
-    live: list[tuple[int, int]] = []
-    for _ in range(400):
-        producer, wanted = generator.randrange(7), generator.randrange(5)
-        version = generator.randint(0, both[0].version)
-        finished = live.pop(generator.randrange(len(live))) if live and generator.random() < 0.6 else None
-        grants = []
-        for ledger in both:
-            if ledger.applied[producer] < version:
-                ledger.apply(producer, version)
-            ledger.request(producer, wanted)
-            if finished:
-                if finished[1] % 5:
-                    ledger.filter(finished[1], 1.0)
-                else:
-                    ledger.deliver(finished[1], 10, 0, 0)
-                if isinstance(ledger, _Ledger):
-                    ledger.note(finished[0])
-            grants.append(ledger.grant())
-            for entry in ledger.plan():
-                ledger.trained(entry.sequence)
-                if entry.closes_step:
-                    ledger.commit(entry.version + 1)
-        assert grants[0] == grants[1]
-        live += [(owner, lease.lease_id) for owner, lease in grants[0]]
-    assert both[0].totals["leased"] > 50
 
 
 # ------------------------------------------------------------------------------------------ rates

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from tests.support.models import random_group, tiny_model, tiny_tokenizer
 from zbgrpo.config.load import load_config
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.data.rows import Row
-from zbgrpo.engine import build_consumer, build_producer, startup
+from zbgrpo.engine import build_consumer, build_producer, build_trainer, startup
 from zbgrpo.engine.inputs import make_renderer
 from zbgrpo.engine.producer import Producer
 from zbgrpo.engine.recorder import Recorder
@@ -175,12 +176,11 @@ def test_the_system_prompt_is_the_reward_types_unless_given(line: str, start: st
 def test_a_reference_model_is_loaded_only_for_kl(monkeypatch: pytest.MonkeyPatch, line: str, num_models: int) -> None:
     loaded: list[str] = []
     made: list[Any] = []
-    monkeypatch.setattr(build_consumer, "device_of", lambda rank: torch.device("cpu"))
-    monkeypatch.setattr(build_consumer, "load_model", lambda path, *_: loaded.append(path) or torch.nn.Linear(1, 1))
-    monkeypatch.setattr(build_consumer, "TorchTrainer", lambda model, reference, *_, **__: made.append(reference))
+    monkeypatch.setattr(build_trainer, "device_of", lambda rank: torch.device("cpu"))
+    monkeypatch.setattr(build_trainer, "load_model", lambda path, *_: loaded.append(path) or torch.nn.Linear(1, 1))
+    monkeypatch.setattr(build_trainer, "TorchTrainer", lambda model, reference, *_, **__: made.append(reference))
     rank: Any = SimpleNamespace(config=config_of(f"-m model {line}"))
-    parts: Any = SimpleNamespace(num_schedule_rows=1000, consumers=None, mesh=None)
-    build_consumer._build_trainer(rank, parts, parts, TimeLedger())
+    build_trainer.build_trainer(rank, None, None, 1000, nullcontext)
     assert loaded == ["model"] * num_models
     (reference,) = made
     assert (reference is not None) == (num_models == 2)

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from zbgrpo.config import fields, schema, validate
+from zbgrpo.config import fields, schema
 
 PACKAGE = Path(__file__).resolve().parents[2] / "zbgrpo"
 ROOT_TYPE = "RunConfig"
@@ -221,31 +221,9 @@ def package() -> tuple[list[ast.Module], list[ast.Module]]:
     return used, shown
 
 
-def refused() -> set[str]:
-    """Keys of which this version takes the default alone, so that there is nothing to read."""
-    return {
-        entry.path
-        for entry in validate.NOT_AVAILABLE
-        if all(entry.applies(value) for value in other_values(fields.leaves()[entry.path]))
-    }
-
-
-def other_values(leaf: fields.Leaf) -> list[object]:
-    """Values beside the default: every one of a choice, else an example."""
-    kind = msgspec.inspect.type_info(leaf.type)
-    if isinstance(kind, msgspec.inspect.LiteralType):
-        return [value for value in kind.values if value != leaf.default]
-    match leaf.default:
-        case bool(default):
-            return [not default]
-        case int(default):
-            return [default + 1]
-    return ["another"]
-
-
 def unread(used: Iterable[ast.Module], shown_only: Iterable[ast.Module]) -> str:
     """Keys that nobody reads, without those that are exempt."""
-    return ", ".join(sorted(fields.leaves().keys() - read_leaves(used, shown_only) - refused() - READ_ELSEWHERE.keys()))
+    return ", ".join(sorted(fields.leaves().keys() - read_leaves(used, shown_only) - READ_ELSEWHERE.keys()))
 
 
 def test_every_setting_is_read() -> None:
@@ -353,16 +331,6 @@ def test_an_unread_setting_is_noticed() -> None:
     key = "trainer.gradient_checkpointing"
     without = [ast.parse(ast.unparse(tree).replace(".gradient_checkpointing", ".something_else")) for tree in used]
     assert key not in unread(used, shown) and key in unread(without, shown)
-
-
-def test_only_what_is_wholly_refused_is_exempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_of_two = validate.NotAvailable("trainer.precision", lambda value: value == "fp32", "use bf16")
-    one_of_three = validate.NotAvailable("weights.transport", lambda value: value == "ipc", "use auto")
-    switch = validate.NotAvailable("observe.wandb", bool, "leave it out")
-    number = validate.NotAvailable("trainer.zero_stage", lambda value: value > 0, "use 0")
-    never = validate.NotAvailable("cluster.consumer_python", lambda value: False, "leave it out")
-    monkeypatch.setattr(validate, "NOT_AVAILABLE", (one_of_two, one_of_three, switch, number, never))
-    assert refused() == {"trainer.precision", "observe.wandb", "trainer.zero_stage"}
 
 
 def test_reading_in_a_check_or_the_dry_run_alone_is_no_use() -> None:

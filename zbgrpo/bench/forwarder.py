@@ -7,6 +7,7 @@ last row. There is no ledger and no log; what these cost is what `zbgrpo bench h
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from zbgrpo.engine.hub_process import child_main
 from zbgrpo.engine.hub_spec import HubSpec
@@ -41,11 +42,11 @@ class Forwarder:
             if {_PRODUCER, _READER, _CONSUMER} <= peers.keys():
                 self._ring.unlink()
                 self._grant()
-            for name in self._server.tick():
-                raise PeerLostError(f"{name} has been silent")
+            for name, loss in self._server.tick().items():
+                raise PeerLostError(f"{name} {loss}")
         return 0
 
-    def _handle(self, name: str, message: m.Message, frames: list[memoryview]) -> None:
+    def _handle(self, name: str, message: m.Message, frames: Sequence[memoryview]) -> None:
         if isinstance(message, m.Groups):
             check_frames(message.groups, frames)
             stored = {h.lease_id: StoredGroup(h, frame) for h, frame in zip(message.groups, frames, strict=True)}

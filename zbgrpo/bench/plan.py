@@ -5,12 +5,13 @@ and bubble of another, longer run, and then that is run. Three of those, each wi
 
     synchronous          --max-staleness 0: generation and training take turns
     balanced             --max-staleness 2: both work nearly all the time
-    generation-limited   an eighth of the decode slots, so that training waits
+    generation-limited   a twenty-fourth of the decode slots, so that training waits
 
-None of them has the batch sizes and the staleness of the run that the rates come from. Each rank has a core of its own
-(the consumer's holds the hub too, the producer's its reward workers). A round is three such
-pairs; errors are the medians over the rounds, with least and largest beside them. A real step is the mean time between
-two commits; a real bubble is that of summary.json, of the whole run.
+None of them has the batch sizes of the run that the rates come from. That one is synchronous, so that slots are full
+and nearly empty in every step, and its rounds are a little larger than its slots, so that prompts are computed many at
+a time and few. Each rank has a core of its own (the consumer's holds the hub too, the producer's its reward workers). A
+round is three such pairs; errors are the medians over the rounds, with least and largest beside them. A real step is
+the mean time between two commits; a real bubble is that of summary.json, of the whole run.
 
 A prediction is as good as its rates are still true when it is checked: other load on the machine, which makes one run
 slower than the one before it, counts as error. `drift` says how much: by how much a token of training was slower in the
@@ -40,10 +41,10 @@ from zbgrpo.planner.simulation import simulate
 from zbgrpo.topology.env import usable_cores
 
 NUM_ROUNDS = 3
-MEASURING = "-imbs 16 -ibs 16 -tbs 16 -tMbs 8 --max-staleness 1 --max-steps 50"
+MEASURING = "-imbs 48 -ibs 48 -tbs 56 -tMbs 28 --max-staleness 0 --max-steps 40"
 CONFIGURATIONS = {
     "synchronous": "-imbs 16 -ibs 16 -tbs 32 -tMbs 16 --max-staleness 0 --max-steps 80",
-    "balanced": "-imbs 12 -ibs 24 -tbs 32 -tMbs 16 --max-staleness 2 --max-steps 90",
+    "balanced": "-imbs 48 -ibs 48 -tbs 64 -tMbs 32 --max-staleness 2 --max-steps 60",
     "generation-limited": "-imbs 2 -ibs 8 -tbs 24 -tMbs 8 --max-staleness 2 --max-steps 60",
 }
 PROMISED_STEP_TIME_ERROR = 0.10

@@ -8,8 +8,10 @@ broadcast_ratio       bandwidth of `WeightPublisher` to `WeightSubscriber`, from
 consumer_stall_ratio  time that `publish` keeps the training thread, to one copy of the same bytes, flat to flat
 producer_stall_ratio  time that `apply` keeps the decoding thread, to the same copy
 
-Every process has a core of its own where there are enough. The figures at the top are the worst of all cases: float32
-and bfloat16, one producer and two.
+Every process has a core of its own where there are enough. The figures at the top are the worst of the cases in which
+weights go the way that a run chooses here (`--weight-transport auto`: on one node without GPUs, memory of the source):
+float32 and bfloat16, one producer and two. The same cases with `--weight-transport gloo`, as between nodes, are beside
+them (`gloo_broadcast_ratio` and so on, the worst of those). The baseline is a gloo broadcast everywhere.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ _TIMEOUT_SECONDS = 300.0
 _WAIT_SECONDS = 60.0
 _NUM_WARM_UP = 2
 _DTYPES = ("float32", "bfloat16")
+_TRANSPORTS = ("auto", "gloo")
 
 
 class ModelSize:
@@ -77,15 +80,16 @@ SIZES = {"135m": ModelSize(), "tiny": ModelSize(2, 48, 96, 500)}
 class _Rank:
     """A rank of the measured world: 0 trains, the others generate. All of them go through the same calls."""
 
-    def __init__(self, group: Any, size: ModelSize, dtype_name: str, bucket_bytes: int) -> None:
-        """`group` is that of the weights; the baseline and barriers have the world's."""
+    def __init__(self, group: Any, store: Any, size: ModelSize, dtype_name: str, bucket_bytes: int) -> None:
+        """`group` is that of the weights; the baseline and barriers have the world's. `store`: for the handles of the
+        source's memory; None if weights are broadcast."""
         import torch
         import torch.distributed as dist
 
         from zbgrpo.weights.manifest import TensorSpec, WeightManifest
 
         self.rank, self.device = dist.get_rank(), torch.device("cpu")
-        self.group = group
+        self.group, self.store = group, store
         self.dtype: torch.dtype = getattr(torch, dtype_name)
         shapes = size.shapes()
         self.weights = {name: torch.full(shape, 0.5, dtype=self.dtype) for name, shape in shapes.items()}
@@ -126,8 +130,16 @@ class _Rank:
         from zbgrpo.weights.publisher import WeightPublisher
 
         publisher = WeightPublisher(
-            self.group, 0, self.manifest, _nobody_is_told, device=self.device, timeout_seconds=_WAIT_SECONDS
+            self.group,
+            0,
+            self.manifest,
+            _nobody_is_told,
+            device=self.device,
+            timeout_seconds=_WAIT_SECONDS,
+            shared=self.store is not None,
         )
+        if publisher.shared:
+            self.store.set(f"staging/{self.dtype}", publisher.shared.handles)
         found = []
         for version in range(num_versions):
             self.train(version)
@@ -155,6 +167,7 @@ class _Rank:
             self.manifest,
             self.weights,
             device=self.device,
+            handles=None if self.store is None else self.store.get(f"staging/{self.dtype}"),
             on_applied=lambda version, value: reported.set(),
         )
         found = []
@@ -189,7 +202,7 @@ def _wait(done: Callable[[], bool]) -> None:
         time.sleep(0.0005)
 
 
-def _run_rank(folder: Path, size: str, num_versions: int) -> None:
+def _run_rank(folder: Path, size: str, num_versions: int, transport: str) -> None:
     """A rank of torchrun: all dtypes, one after the other."""
     import torch
 
@@ -198,11 +211,13 @@ def _run_rank(folder: Path, size: str, num_versions: int) -> None:
     env = read_torchrun_env()
     assert env is not None, "started by torchrun"
     torch.set_num_threads(1)
-    config = load_config(["-t", "1", "-i", str(env.world_size - 1)]).config
-    groups = make_groups(connect(env, config), Topology.build(config, env.world_size), config)
+    config = load_config(["-t", "1", "-i", str(env.world_size - 1), "--weight-transport", transport]).config
+    store = connect(env, config)
+    groups = make_groups(store, Topology.build(config, env.world_size), config)
+    shared = groups.weights_transport == "ipc"
     found = {}
     for dtype in _DTYPES:
-        rank = _Rank(groups.weights[0], SIZES[size], dtype, config.weights.bucket_bytes)
+        rank = _Rank(groups.weights[0], store if shared else None, SIZES[size], dtype, config.weights.bucket_bytes)
         measure = rank.source if env.rank == 0 else rank.producer
         found[dtype] = measure(num_versions + _NUM_WARM_UP)[_NUM_WARM_UP:]
     (folder / f"rank-{env.rank}.json").write_text(json.dumps(found), encoding="utf-8")
@@ -232,7 +247,7 @@ def read_case(folder: Path, dtype: str, num_producers: int, num_bytes: int) -> d
 
 
 def worst(cases: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The figures that a promise is about, over all cases."""
+    """The figures that a promise is about, over cases."""
     return {
         "broadcast_ratio": min(case["broadcast_ratio"] for case in cases),
         "consumer_stall_ratio": max(case["consumer_stall_ratio"] for case in cases),
@@ -242,18 +257,30 @@ def worst(cases: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def measure(size: str, num_versions: int) -> dict[str, Any]:
     """All cases. Raises `ZbgrpoError` if a world fails."""
+    found = {transport: _measure_transport(size, num_versions, transport) for transport in _TRANSPORTS}
+    broadcast = worst(list(found["gloo"].values()))
+    return {
+        **worst(list(found["auto"].values())),
+        **{f"gloo_{name}": value for name, value in broadcast.items()},
+        "cases": found["auto"],
+        "gloo_cases": found["gloo"],
+        "load": load_average(),
+    }
+
+
+def _measure_transport(size: str, num_versions: int, transport: str) -> dict[str, dict[str, Any]]:
     cores, cases = usable_cores(), {}
     numbers = sum(math.prod(shape) for shape in SIZES[size].shapes().values())
     for num_producers in (1, 2):
         with tempfile.TemporaryDirectory(prefix="zbgrpo-bench-") as folder:
             places = [cores[rank % len(cores)] for rank in range(1 + num_producers)]
-            arguments = ["--as-rank", folder, "--size", size, "--versions", str(num_versions)]
+            arguments = ["--as-rank", folder, "--size", size, "--versions", str(num_versions), "--transport", transport]
             run_program(pinned_torchrun(places, "zbgrpo.bench.weights", arguments), _TIMEOUT_SECONDS)
             for dtype in _DTYPES:
                 num_bytes = numbers * (4 if dtype == "float32" else 2)
                 name = f"{dtype}, {num_producers} producer{'s' if num_producers > 1 else ''}"
                 cases[name] = read_case(Path(folder), dtype, num_producers, num_bytes)
-    return {**worst(list(cases.values())), "cases": cases, "load": load_average()}
+    return cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -262,9 +289,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--versions", type=int, default=7, metavar="N", help="versions per case (%(default)s)")
     parser.add_argument("--size", choices=list(SIZES), default="135m", help="of the model (%(default)s)")
     parser.add_argument("--as-rank", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
+    parser.add_argument("--transport", choices=_TRANSPORTS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.as_rank is not None:
-        _run_rank(options.as_rank, options.size, options.versions)
+        _run_rank(options.as_rank, options.size, options.versions, options.transport)
         return 0
     return finish(lambda: measure(options.size, max(1, options.versions)))
 

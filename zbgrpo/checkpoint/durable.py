@@ -6,9 +6,10 @@ import contextlib
 import errno
 import os
 import shutil
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from isal.isal_zlib import crc32
 
 from zbgrpo import failpoints
 from zbgrpo.errors import ResourceError
@@ -37,7 +38,7 @@ def measure_file(file: Path, sync: bool = False) -> tuple[int, int]:
             failpoints.fire("checkpoint.fsync")
         while chunk := stream.read(_CHUNK_BYTES):
             size_bytes += len(chunk)
-            crc = zlib.crc32(chunk, crc)
+            crc = crc32(chunk, crc)
     return size_bytes, crc
 
 

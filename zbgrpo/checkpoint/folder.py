@@ -20,12 +20,12 @@ import platform
 import secrets
 import shutil
 import stat
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from isal.isal_zlib import crc32
 
 from zbgrpo import failpoints
 from zbgrpo.checkpoint.durable import disk_full_named, measure_file, sync_folder, write_durably
@@ -309,7 +309,7 @@ def _sealed(extra: dict[str, Any], files: dict[str, dict[str, int]]) -> dict[str
 
 def _manifest_crc(manifest: dict[str, Any]) -> int:
     content = {key: value for key, value in manifest.items() if key != "manifest_crc32"}
-    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    return crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

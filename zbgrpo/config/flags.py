@@ -150,7 +150,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("-cbsl", "--data_actor_buffer_size_limit", "ledger.buffer_limit", "int", _F,
          "groups that wait for training; not positive: 2 x tMbs x data-parallel size"),
     Flag(None, "--weight-transport", "weights.transport", "str", _F,
-         "how new weights travel to producers (ipc is not available yet)"),
+         "how new weights get to producers; ipc: through memory, on one node"),
     Flag(None, "--weight-staging", "weights.staging", "str", _F,
          "where a version waits for its broadcast"),
     Flag("-ed", "--eval-dataset", "evaluation.datasets", "json", _O,

@@ -56,6 +56,10 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     """CPU threads of each rank; the cores of the node shared among its ranks when left out."""
     timeout_seconds: PositiveFloat = 600.0
     """How long one rank waits for another at start-up and in a collective before the run ends with an error."""
+    progress_timeout_seconds: PositiveFloat = 1800.0
+    """How long the main loop of a rank may take for one turn (a minibatch, a save) before the run ends."""
+    exit_timeout_seconds: PositiveFloat = 5.0
+    """How long a rank may take to end by itself once its run has failed; then it is ended, wherever it is stuck."""
 
 
 class InferenceConfig(Section, frozen=True, kw_only=True):
@@ -205,7 +209,7 @@ class TransportConfig(Section, frozen=True, kw_only=True):
     minibatch, whichever is larger."""
     heartbeat_seconds: PositiveFloat = 2.0
     """Interval of the heartbeats between a rank and the hub."""
-    peer_timeout_seconds: PositiveFloat = 120.0
+    peer_timeout_seconds: PositiveFloat = 45.0
     """Silence after which a peer counts as lost and the run ends."""
     resend_seconds: PositiveFloat = 5.0
     """A message without an acknowledgement is sent again after this time."""
@@ -261,6 +265,8 @@ class ObserveConfig(Section, frozen=True, kw_only=True):
     """Write down what every process does when, for `zbgrpo report` and Perfetto."""
     trace_limit: Positive = 200_000
     """Most records of it that a process keeps; older ones are thrown away and counted."""
+    record_steps: bool = False
+    """Consumers write down what every optimizer step is made of, for `zbgrpo replay`."""
     enable_profiling: bool = False
     """Write a profile of every rank with torch's profiler (--enable_profiling)."""
     profiling_steps: Positive = 3

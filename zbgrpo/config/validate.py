@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 from zbgrpo.config import fields
 from zbgrpo.config.flags import label
@@ -28,25 +27,12 @@ MIN_TEMPERATURE = 0.01
 MIN_CODE_MEMORY_BYTES = 64 * 1024**2
 
 
-class NotAvailable(NamedTuple):
-    """A value of the schema that this version cannot run with yet."""
-
-    path: str
-    applies: Callable[[Any], bool]
-    instead: str
-
-
-NOT_AVAILABLE: tuple[NotAvailable, ...] = (NotAvailable("weights.transport", lambda value: value == "ipc", "use auto"),)
-
-
 def validate(config: RunConfig, world_size: int | None) -> list[str]:
     """Checks a resolved configuration and returns warnings, one line each.
 
-    `world_size` None leaves out the check of the world. Raises ConfigError at the first check that fails; what is not
-    available yet comes first, since nothing else matters then.
+    `world_size` None leaves out the check of the world. Raises ConfigError at the first check that fails.
     """
     for check in (
-        _check_available,
         _check_project,
         _check_reward_type,
         _check_sandbox,
@@ -65,14 +51,6 @@ def validate(config: RunConfig, world_size: int | None) -> list[str]:
     if world_size is not None:
         _check_world(config, world_size)
     return list(_warnings(config))
-
-
-def _check_available(config: RunConfig) -> None:
-    for entry in NOT_AVAILABLE:
-        value = fields.get(config, entry.path)
-        if entry.applies(value):
-            what = "this" if value is True else value
-            raise ConfigError(f"{label(entry.path)}: {what} is not available yet in this version; {entry.instead}")
 
 
 def _check_project(config: RunConfig) -> None:

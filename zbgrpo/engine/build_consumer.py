@@ -12,30 +12,29 @@ import torch
 import torch.distributed as dist
 
 from zbgrpo import failpoints
-from zbgrpo.algorithms.packing import PackingRules
 from zbgrpo.algorithms.temperature import TemperatureSchedule
-from zbgrpo.checkpoint.model_folder import load_model, load_tokenizer, open_model
+from zbgrpo.checkpoint.model_folder import load_tokenizer
 from zbgrpo.config.load import to_tree
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.engine import startup
+from zbgrpo.engine.build_trainer import build_trainer
 from zbgrpo.engine.common import (
     DRAIN_SECONDS,
+    connect_to_hub,
     device_of,
-    dtype_of,
     gather_nodes,
     log_start,
     make_channel,
     make_profiler,
-    open_trace,
     say_hello,
 )
 from zbgrpo.engine.consumer import Consumer
 from zbgrpo.engine.finished import mark_finished, save_folder
-from zbgrpo.engine.hub_process import ChildProcess
 from zbgrpo.engine.inputs import load_data, load_evaluation, make_renderer
 from zbgrpo.engine.rank import Rank
 from zbgrpo.engine.recorder import Recorder
-from zbgrpo.errors import ConfigError, NoEffectiveGroupsError, PeerLostError
+from zbgrpo.engine.steplog import open_step_log
+from zbgrpo.errors import ConfigError, NoEffectiveGroupsError
 from zbgrpo.groups.process_groups import ProcessGroups, connect, disconnect, make_groups
 from zbgrpo.observe.events import EventLog
 from zbgrpo.observe.logs import setup_rank_logging
@@ -44,10 +43,6 @@ from zbgrpo.observe.progress import Progress, print_closing_table
 from zbgrpo.observe.timeledger import IMBALANCE, SHUTDOWN, STARTUP, TimeLedger
 from zbgrpo.observe.wandb_sink import require_wandb
 from zbgrpo.trainer.base import TrainerBackend
-from zbgrpo.trainer.layout import Layout, check_tensor_parallel
-from zbgrpo.trainer.pipeline import check_pipeline_parallel
-from zbgrpo.trainer.schedule import schedule_steps
-from zbgrpo.trainer.torch_backend import TorchTrainer
 from zbgrpo.transport import messages as m
 from zbgrpo.transport.plan_stream import PlanReader
 from zbgrpo.transport.ring import RingReader
@@ -62,7 +57,6 @@ class _Parts:
     """What a consumer has made on its way, for the end to undo."""
 
     document: startup.Document
-    children: list[ChildProcess]
     lock: Any = None
     recorder: Recorder | None = None
     progress: Progress | None = None
@@ -71,7 +65,7 @@ class _Parts:
 
 def run_consumer(rank: Rank) -> str:
     """Start, train, end. Returns why the run ended."""
-    ledger = TimeLedger(started=rank.started, on_span=rank.trace.on_span)
+    ledger = rank.time = TimeLedger(started=rank.started, on_span=rank.trace.on_span)
     with ledger.phase(STARTUP):
         consumer, parts = _start(rank, ledger)
     reason = consumer.run()
@@ -85,7 +79,9 @@ def run_consumer(rank: Rank) -> str:
         if final is not None:
             _close_books(rank, parts, consumer, final, reason)
         consumer.events.close()
-        for child in parts.children:
+        if consumer.steps is not None:
+            consumer.steps.close()
+        for child in rank.children:
             child.close(timeout_seconds=30.0)
         disconnect()
     return reason
@@ -104,23 +100,25 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Consumer, _Parts]:
     nodes = gather_nodes(store, rank)
     if env.rank == 0:
         prepared = startup.prepare(config, env, rank.topology, nodes, renderer, rows, evaluation, store)
+        rank.children.append(prepared.hub)
         startup.publish(store, prepared.document)
-        parts = _Parts(prepared.document, [prepared.hub], lock)
+        parts = _Parts(prepared.document, lock)
     else:
-        parts = _Parts(startup.receive(store), [])
+        parts = _Parts(startup.receive(store))
         setup_rank_logging(parts.document.log_dir, env.rank, f"consumer {rank.info.index}")
     log_start(rank, device_of(rank))
     document = parts.document
-    address, ring_path, ring_bytes = _plan_address(rank, store, parts, nodes)
+    channel = connect_to_hub(rank, document)
+    address, ring_path, ring_bytes = _plan_address(rank, store, document, nodes)
     groups = make_groups(store, rank.topology, config)
-    trainer = _build_trainer(rank, groups, document, ledger)
+    trainer = build_trainer(
+        rank, groups.consumers, groups.mesh, document.num_schedule_rows, lambda: ledger.phase(IMBALANCE)
+    )
     failpoints.fire("init.model")
     if document.resume_folder is not None:
         trainer.load_state(Path(document.resume_folder) / "trainer", document.version)
     events = EventLog(Path(document.log_dir) / "events" / f"rank-{env.rank}.jsonl")
-    rank.channel = channel = make_channel(config, document, document.hub, rank.name)
-    channel.start()
-    open_trace(rank, document, channel)
+    steps = open_step_log(config, Path(document.log_dir), env.rank, document.version, document.num_schedule_rows)
     publisher = _build_publisher(rank, store, groups, trainer, events)
     ring = RingReader.attach(ring_path, ring_bytes)
     reader_channel = make_channel(config, document, address, f"reader:{env.rank}")
@@ -145,12 +143,13 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Consumer, _Parts]:
         recorder=parts.recorder,
         ledger=ledger,
         events=events,
+        steps=steps,
         profiler=make_profiler(rank, document.log_dir),
         trace=rank.trace,
         temperatures=TemperatureSchedule(config.inference, len(document.usable), config.seed),
         version=document.version,
         evaluating=document.evaluate_first,
-        check_alive=lambda: _check_alive(parts),
+        check_alive=rank.check_children,
         stop_requested=rank.stop.requested,
     )
     return consumer, parts
@@ -172,68 +171,21 @@ def _read_inputs(rank: Rank) -> tuple[Any, Any, Any, Any]:
     return tokenizer, renderer, rows, load_evaluation(config, renderer)
 
 
-def _plan_address(rank: Rank, store: Any, parts: _Parts, nodes: list[int]) -> tuple[dict[str, str], str, int]:
+def _plan_address(
+    rank: Rank, store: Any, document: startup.Document, nodes: list[int]
+) -> tuple[dict[str, str], str, int]:
     """Where this rank's plan comes from: address, ring path and size of the hub, or of its node's relay."""
-    document, node = parts.document, nodes[rank.env.rank]
+    node = nodes[rank.env.rank]
     if node == nodes[0]:
         return document.hub, document.ring_path, document.ring_bytes
     key = f"relay/{node}"
     if rank.env.rank == min(r for r in rank.topology.consumer_ranks if nodes[r] == node):
         relay = startup.start_relay(rank.config, rank.env, rank.topology, document, rank.env.rank)
-        parts.children.append(relay)
+        rank.children.append(relay)
         store.set(f"{key}/endpoint", relay.started.address["endpoint"])
         store.set(f"{key}/ring", f"{relay.started.ring_bytes} {relay.started.ring_path}")
     size, path = store.get(f"{key}/ring").decode().split(" ", 1)
     return {"endpoint": store.get(f"{key}/endpoint").decode()}, path, int(size)
-
-
-def _build_trainer(rank: Rank, groups: ProcessGroups, document: startup.Document, ledger: TimeLedger) -> TrainerBackend:
-    config, layout = rank.config, Layout.of(groups.mesh)
-    common: dict[str, Any] = {
-        "rules": PackingRules(
-            config.trainer.train_microbatch_size, config.ledger.max_token_lag, bool(config.algorithm.mask_truncated)
-        ),
-        "num_schedule_steps": schedule_steps(
-            config.data.num_episodes, document.num_schedule_rows, config.groups_per_step
-        ),
-        "group": groups.consumers,
-        "wait": lambda: ledger.phase(IMBALANCE),
-        "layout": layout,
-    }
-    if config.trainer.backend == "colossalai":
-        return _colossalai_trainer(config, layout, common)
-    device, dtype = device_of(rank), dtype_of(config)
-    # What a zero stage spreads are the float32 master weights; the weights that it gathers are made of them.
-    sharded = config.trainer.zero_stage > 0 and layout.mesh.dp > 1
-    spread = sharded or layout.mesh.tp > 1 or layout.mesh.pp > 1
-    load = open_model if spread else _load_whole  # what is spread is read piece by piece
-    model, files = load(config.model.path, torch.float32 if sharded else dtype, device)
-    if layout.mesh.tp > 1:
-        check_tensor_parallel(model, layout.mesh.tp, config.model.path)
-    if layout.mesh.pp > 1:
-        check_pipeline_parallel(model, layout.mesh.pp, config.model.path)
-    reference = None
-    if config.algorithm.kl_coeff:
-        reference = load(config.model.path, dtype, device)[0].eval().requires_grad_(False)
-    return TorchTrainer(model, reference, config.trainer, config.algorithm, device=device, files=files, **common)
-
-
-def _colossalai_trainer(config: RunConfig, layout: Layout, common: dict[str, Any]) -> TrainerBackend:
-    from zbgrpo.trainer.colossalai_backend import ColossalaiTrainer
-    from zbgrpo.trainer.colossalai_model import check_model, check_settings
-
-    check_settings(config.trainer, layout.mesh)
-    path, dtype, host = config.model.path, dtype_of(config), torch.device("cpu")
-    model = load_model(path, dtype, host)  # whole: ColossalAI spreads it itself
-    check_model(model, layout.mesh, path)
-    reference = None
-    if config.algorithm.kl_coeff:
-        reference = load_model(path, dtype, host).eval().requires_grad_(False)
-    return ColossalaiTrainer(model, reference, config.trainer, config.algorithm, **common)
-
-
-def _load_whole(path: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, None]:
-    return load_model(path, dtype, device), None
 
 
 def _build_publisher(
@@ -245,28 +197,26 @@ def _build_publisher(
     config, channel = rank.config, rank.channel
     assert channel is not None
     manifest = WeightManifest(trainer.weight_specs(), config.weights.bucket_bytes)
-    store.set(f"manifest/{stage}", manifest.encode())
 
     def sent(done: Sent) -> None:
         events.append("published", version=done.version, digest=done.digest, seconds=done.seconds, stage=stage)
         events.flush()
         rank.trace.ended("broadcast", done.seconds, "broadcast", version=done.version, stage=stage)
 
-    return WeightPublisher(
+    publisher = WeightPublisher(
         groups.weights[stage],
         rank.env.rank,
         manifest,
         lambda broadcast, version: channel.send(m.WeightsStart(broadcast, version, stage=stage)),
         device=device_of(rank) if config.weights.staging == "device" else torch.device("cpu"),
         timeout_seconds=config.weights.timeout_seconds,
+        shared=groups.weights_transport == "ipc",
         on_sent=sent,
     )
-
-
-def _check_alive(parts: _Parts) -> None:
-    for child in parts.children:
-        if (status := child.poll()) not in (None, 0):
-            raise PeerLostError(f"the {child.title} ended with status {status}")
+    if publisher.shared:
+        store.set(f"staging/{stage}", publisher.shared.handles)
+    store.set(f"manifest/{stage}", manifest.encode())
+    return publisher
 
 
 def _open_books(config: RunConfig, parts: _Parts) -> None:

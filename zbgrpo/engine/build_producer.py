@@ -15,13 +15,12 @@ from zbgrpo.config.schema import RunConfig
 from zbgrpo.engine import startup
 from zbgrpo.engine.common import (
     DRAIN_SECONDS,
+    connect_to_hub,
     device_of,
     dtype_of,
     gather_nodes,
     log_start,
-    make_channel,
     make_profiler,
-    open_trace,
     say_hello,
 )
 from zbgrpo.engine.follower import run_follower, tell_end
@@ -53,7 +52,7 @@ def run_producer(rank: Rank) -> str:
     """Start, generate, end. Returns why the run ended."""
     if rank.info.tp_index > 0:
         return run_follower(rank)
-    ledger = TimeLedger(started=rank.started, on_span=rank.trace.on_span)
+    ledger = rank.time = TimeLedger(started=rank.started, on_span=rank.trace.on_span)
     with ledger.phase(STARTUP):
         producer, store = _start(rank, ledger)
     reason = producer.run()
@@ -79,6 +78,10 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Producer, Any]:
     log_dir = Path(document.log_dir)
     setup_rank_logging(log_dir, env.rank, f"producer {rank.info.index}")
     events = EventLog(log_dir / "events" / f"rank-{env.rank}.jsonl")
+    # No version is announced before everybody has said hello, so the subscriber made below is in time.
+    channel = connect_to_hub(
+        rank, document, lambda new: new.deliver(m.WeightsStart, lambda received: _expect(subscriber, received))
+    )
     pool = RewardPool(RewardSpec.of(config.reward), config.reward.num_workers)  # its workers load beside all of this
     groups = make_groups(store, rank.topology, config)
     device, dtype = device_of(rank), dtype_of(config)
@@ -100,16 +103,13 @@ def _start(rank: Rank, ledger: TimeLedger) -> tuple[Producer, Any]:
             manifest,
             {spec.name: live[spec.name] for spec in manifest.specs},
             device=device,
+            handles=store.get(f"staging/{stage}") if groups.weights_transport == "ipc" else None,
             on_applied=lambda version, digest: events.append(
                 "live_digest", version=version, digest=digest, stage=stage
             ),
         )
 
     subscriber = StagedSubscriber([subscribe(stage, manifest) for stage, manifest in enumerate(manifests)])
-    rank.channel = channel = make_channel(config, document, document.hub, rank.name)
-    channel.deliver(m.WeightsStart, lambda received: _expect(subscriber, received))
-    channel.start()
-    open_trace(rank, document, channel)
     say_hello(channel, rank, nodes[env.rank])
     failpoints.fire("init.ready")
     dist.barrier()

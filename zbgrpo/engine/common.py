@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zbgrpo.config.schema import RunConfig
-from zbgrpo.engine import startup
 from zbgrpo.engine.hub_process import address_of
 from zbgrpo.engine.rank import Rank
 from zbgrpo.engine.startup import MAX_MESSAGE_BYTES, Document
@@ -76,10 +76,25 @@ def log_start(rank: Rank, device: torch.device) -> None:
 
 
 def gather_nodes(store: Any, rank: Rank) -> list[int]:
-    """Node of every rank, by rank. Also tells the others this node's address, for `startup.prepare`."""
-    startup.tell_address(store, rank.env)
+    """Node of every rank, by rank."""
     store.set(f"node/{rank.env.rank}", str(rank.env.node_rank))
     return [int(store.get(f"node/{other}")) for other in range(rank.env.world_size)]
+
+
+def connect_to_hub(
+    rank: Rank, document: Document, prepare: Callable[[Channel], None] = lambda channel: None
+) -> Channel:
+    """Open this rank's channel, and its trace on the hub's clock; `prepare` sets routes.
+
+    To be called before the model is loaded, so that a rank that dies or is stopped meanwhile is missed. The hub counts
+    a rank in only when it says hello.
+    """
+    channel = make_channel(rank.config, document, document.hub, rank.name)
+    channel.doing = rank.doing
+    prepare(channel)
+    rank.channel = channel.start()
+    open_trace(rank, document, channel)
+    return channel
 
 
 def make_channel(config: RunConfig, document: Document, address: dict[str, str], name: str) -> Channel:

@@ -20,6 +20,7 @@ from zbgrpo.algorithms.temperature import TemperatureSchedule
 from zbgrpo.config.schema import RunConfig
 from zbgrpo.engine import saving
 from zbgrpo.engine.recorder import Recorder
+from zbgrpo.engine.steplog import StepLog
 from zbgrpo.errors import PeerLostError
 from zbgrpo.groups.process_groups import collective
 from zbgrpo.ledger.evaluation import EvaluationResult
@@ -39,6 +40,7 @@ from zbgrpo.weights.publisher import WeightPublisher
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
+_LEAVE_SECONDS = 30.0  # so long the hub waits for the others to leave; one that is lost meanwhile it names
 
 
 class Consumer:
@@ -59,6 +61,7 @@ class Consumer:
         recorder: Recorder | None,
         ledger: TimeLedger,
         events: EventLog,
+        steps: StepLog | None,
         temperatures: TemperatureSchedule,
         profiler: Profiler,
         trace: Trace,
@@ -71,7 +74,7 @@ class Consumer:
         self.config, self.rank, self.run_id = config, rank, run_id
         self.trainer, self.tokenizer, self.group = trainer, tokenizer, group
         self.reader, self.channel, self.publisher, self.recorder = reader, channel, publisher, recorder
-        self.time, self.events, self.temperatures = ledger, events, temperatures
+        self.time, self.events, self.steps, self.temperatures = ledger, events, steps, temperatures
         self.profiler, self.trace, self.version, self.evaluating = profiler, trace, version, evaluating
         self.check_alive, self.stop_requested = check_alive, stop_requested
         self.saved_version = version
@@ -129,6 +132,8 @@ class Consumer:
             self._take_messages_now()
 
     def _take_messages_now(self) -> None:
+        self.channel.alive()
+        self.channel.check()  # first: a hub that has ended the run ends too
         self.check_alive()
         if self.publisher is not None:
             self.publisher.check()
@@ -157,9 +162,10 @@ class Consumer:
             case _:
                 raise AssertionError(f"the hub sent {type(message).__name__} to a consumer")
 
-    def _wait_for(self, ready: Callable[[], Any], what: str) -> Any:
-        """Handle messages until `ready()` gives something; bounded by the peer timeout."""
-        deadline = time.monotonic() + self.config.transport.peer_timeout_seconds
+    def _wait_for(self, ready: Callable[[], Any], what: str, patience_seconds: float = 0.0) -> Any:
+        """Handle messages until `ready()` gives something; bounded by the peer timeout, and what comes on top of it."""
+        timeout_seconds = self.config.transport.peer_timeout_seconds + patience_seconds
+        deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
             if (value := ready()) is not None:
                 return value
@@ -167,7 +173,8 @@ class Consumer:
             if received is not None:
                 self._handle(received.message)
             self.check_alive()
-        raise PeerLostError(f"the hub did not send {what} within {self.config.transport.peer_timeout_seconds:.0f} s")
+            self.channel.alive()
+        raise PeerLostError(f"the hub did not send {what} within {timeout_seconds:.0f} s")
 
     # ------------------------------------------------------------------------------------------ training
 
@@ -187,11 +194,10 @@ class Consumer:
         with self.time.phase(phases.BUSY), span:
             failpoints.fire("step.minibatch")
             self.profiler.advance(entry.version)
-            self.trainer.train_minibatch(
-                [group.payload for group in groups],
-                entry.version,
-                [self.temperatures.at(Uid(group.header.episode, group.header.row)) for group in groups],
-            )
+            temperatures = [self.temperatures.at(Uid(group.header.episode, group.header.row)) for group in groups]
+            if self.steps is not None:
+                self.steps.minibatch(entry.version, groups, temperatures)
+            self.trainer.train_minibatch([group.payload for group in groups], entry.version, temperatures)
             self.channel.send(m.Trained(entry.sequence))
             self._log_trained(entry, groups, begun)
             if self.recorder is not None and entry.version % self.config.observe.rollout_interval == 0:
@@ -225,6 +231,8 @@ class Consumer:
             return
         failpoints.fire("step.committed")
         self.version = entry.version + 1
+        if self.steps is not None:
+            self.steps.commit(self.version, result.skipped)
         seconds = self.time.snapshot()
         self.channel.send(m.TimeReport(seconds), m.Committed(self.version, result.skipped))
         broadcast = None
@@ -313,6 +321,6 @@ class Consumer:
                 return None
             recorder = self.recorder
             self._wait_for(lambda: recorder.num_waiting == 0 or None, "the last step's report")
-            final: m.FinalReport = self._wait_for(lambda: self._final, "its totals")
+            final: m.FinalReport = self._wait_for(lambda: self._final, "its totals", _LEAVE_SECONDS)
         final.times["consumer:0"] = m.TimeReport(self.time.snapshot())
         return final

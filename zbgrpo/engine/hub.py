@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -103,15 +104,15 @@ class Hub:
                 self._handle(name, message, frames)
             if self._failure is None and self._everybody_here():
                 self._advance()
-            for name in self.server.tick():
-                self._fail(f"{name} has been silent for {self.spec.timing.peer_timeout_seconds:.0f} s")
+            for name, loss in self.server.tick().items():
+                self._fail(f"{self.spec.title(name)} {loss}")
             self._write_events()
             if self._failure is not None:
                 return self._leave(1)
             if self._finished is not None and self._everybody_left():
                 return self._leave(0)
 
-    def _handle(self, name: str, message: m.Message, frames: list[memoryview]) -> None:
+    def _handle(self, name: str, message: m.Message, frames: Sequence[memoryview]) -> None:
         handler = self._handlers.get(type(message))
         try:
             if handler is None:
@@ -122,11 +123,6 @@ class Hub:
 
     def _everybody_here(self) -> bool:
         """Whether all peers have said hello; nothing is leased, planned or announced before."""
-        if self._expected:
-            self._expected -= self.server.peers.keys()
-            if not self._expected:
-                for message in self._held_weights:
-                    self._announce(message)
         return not self._expected
 
     def _advance(self) -> None:
@@ -221,7 +217,7 @@ class Hub:
         self.ledger.events.append({"kind": "applied", "producer": _index(name), "version": message.version,
                                    "digest": message.digest})  # fmt: skip
 
-    def _groups(self, name: str, message: m.Groups, frames: list[memoryview]) -> None:
+    def _groups(self, name: str, message: m.Groups, frames: Sequence[memoryview]) -> None:
         check_frames(message.groups, frames)
         for header, frame in zip(message.groups, frames, strict=True):
             failpoints.fire("hub.deliver")
@@ -312,6 +308,11 @@ class Hub:
 
     def _hello(self, name: str, message: m.Hello, frames: Any) -> None:
         self.ledger.events.append({"kind": "hello", "peer": name, "rank": message.rank, "node": message.node})
+        self._expected.discard(name)
+        if not self._expected:
+            for held in self._held_weights:
+                self._announce(held)
+            self._held_weights.clear()
         if name.startswith("reader:"):
             self._attached.add(name)
             if all(r.name in self._attached for r in self.spec.readers if r.node == self.spec.node):
@@ -325,11 +326,14 @@ class Hub:
         self.ledger.request_stop()
 
     def _failed(self, name: str, message: m.Failed, frames: Any) -> None:
-        self._fail(message.error, reported=True)
+        if message.lost:
+            self.server.suspicious = True  # who it is shows at once
+        else:
+            self._fail(message.error, reported=True)
 
     def _goodbye(self, name: str, message: m.Goodbye, frames: Any) -> None:
         if self._finished is None:
-            self._fail(f"{name} left before the end of the run")
+            self._fail(f"{self.spec.title(name)} left before the end of the run")
 
     # ---------------------------------------------------------------- the end
 

@@ -147,6 +147,8 @@ def _report(title: str, error: Exception, server: Server | None) -> None:
     if server is None:
         return
     text = str(error) if reported else f"the {title} failed: {_text(error)}"
+    if isinstance(error, _ParentGone) and title == HUB_TITLE:
+        text = "rank 0 (consumer 0) is gone, and the hub with it"
     with contextlib.suppress(Exception):  # what has failed may be the server itself
         for name, peer in server.peers.items():
             if not peer.left:

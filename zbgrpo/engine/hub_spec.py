@@ -48,6 +48,8 @@ class HubSpec(Struct, frozen=True, kw_only=True):
     groups_per_minibatch: int = 1
     dp_size: int = 1
     num_producers: int = 1
+    producer_ranks: list[int] = []
+    """First rank of every producer."""
     leases_per_producer: int = 1
     buffer_limit: int = 1
     max_staleness: int = 2
@@ -70,6 +72,15 @@ class HubSpec(Struct, frozen=True, kw_only=True):
         readers = {reader.name for reader in self.readers if reader.node == self.node}
         relays = {f"relay:{reader.node}" for reader in self.readers if reader.node != self.node}
         return producers | consumers | readers | relays
+
+    def title(self, name: str) -> str:
+        """A peer for people: `rank 2 (producer 0)`."""
+        kind, _, index = name.partition(":")
+        if kind == "producer" and int(index) < len(self.producer_ranks):
+            return f"rank {self.producer_ranks[int(index)]} (producer {index})"
+        if kind in ("consumer", "reader"):
+            return f"rank {index} (consumer {index})"
+        return f"relay of node {index}" if kind == "relay" else name
 
     def ledger_options(self, order: Any) -> LedgerOptions:
         """The ledger's share of the spec."""

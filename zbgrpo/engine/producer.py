@@ -110,6 +110,7 @@ class Producer:
                 self._handle_all(_IDLE_SECONDS)
 
     def _handle_all(self, timeout_seconds: float) -> None:
+        self.channel.alive()
         received = self.channel.receive(timeout_seconds)
         while received is not None:
             self._handle(received.message)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sys
+import threading
 import time
 from types import FrameType
 
 from zbgrpo.config.schema import RunConfig
+from zbgrpo.engine.hub_process import ChildProcess
+from zbgrpo.errors import PeerLostError
+from zbgrpo.observe.logs import error_line
+from zbgrpo.observe.timeledger import STARTUP, TimeLedger
 from zbgrpo.observe.trace import Trace
 from zbgrpo.topology.env import TorchrunEnv
 from zbgrpo.topology.roles import Topology
 from zbgrpo.transport.channel import Channel
+
+CHILD_EXIT_SECONDS = 4.0
+"""How long the hub or a relay may go on when its rank has failed: it tells its peers."""
 
 
 class StopSignal:
@@ -45,6 +55,9 @@ class Rank:
         self.channel: Channel | None = None
         self.started = time.monotonic()
         self.trace = Trace(config.observe.trace)
+        self.children: list[ChildProcess] = []
+        self.time: TimeLedger | None = None
+        self._told = threading.Lock()
 
     @property
     def title(self) -> str:
@@ -55,3 +68,28 @@ class Rank:
     def name(self) -> str:
         """The peer name of this rank."""
         return f"{self.info.role.value}:{self.info.index}"
+
+    def tell(self, error: BaseException) -> None:
+        """The one line on the screen that says why this rank ends; the first error is the one that is told."""
+        if self._told.acquire(blocking=False):
+            with contextlib.suppress(OSError):  # nobody may be reading any more
+                print(error_line(self.env.rank, self.title, error), file=sys.stderr, flush=True)
+
+    def doing(self) -> tuple[str, bool]:
+        """What the main thread is at, and whether it waits for other ranks in that. Any thread may ask."""
+        from zbgrpo.groups.process_groups import running_collective  # brings torch
+
+        if (what := running_collective()) is not None:
+            return what, True
+        return self.time.current if self.time is not None else STARTUP, False
+
+    def check_children(self) -> None:
+        """Raise `PeerLostError` if a process of this rank has failed."""
+        for child in self.children:
+            if (status := child.poll()) not in (None, 0):
+                raise PeerLostError(f"the {child.title} ended with status {status}")
+
+    def end_children(self) -> None:
+        """After a failure: give them a moment to tell others, then make sure of their end."""
+        for child in self.children:
+            child.close(CHILD_EXIT_SECONDS)

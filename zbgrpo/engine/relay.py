@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -54,8 +55,8 @@ def _serve(spec: HubSpec, server: Server, ring: RingWriter, channel: Channel) ->
         channel.check()
         while attached == set(local) and (received := channel.receive()) is not None:
             ended = _publish(publisher, received.message, received.frames) or ended
-        for name in server.tick():
-            raise PeerLostError(f"{name} of node {spec.node} has been silent")
+        for name, loss in server.tick().items():
+            raise PeerLostError(f"{spec.title(name)} {loss}")
 
 
 def _leave(
@@ -72,7 +73,7 @@ def _leave(
     channel.close(drain_seconds=5.0)
 
 
-def _publish(publisher: PlanPublisher, message: Any, frames: list[memoryview]) -> bool:
+def _publish(publisher: PlanPublisher, message: Any, frames: Sequence[memoryview]) -> bool:
     """Hand a plan entry on; whether it is the last one."""
     if not isinstance(message, m.PlanRelay):
         return False

@@ -31,6 +31,7 @@ from zbgrpo.engine.hub_process import ChildProcess
 from zbgrpo.engine.hub_spec import HubSpec, ReaderSpec
 from zbgrpo.errors import ConfigError, DataError, RunFolderError
 from zbgrpo.observe.events import iter_events, void_later
+from zbgrpo.topology.addresses import route_to
 from zbgrpo.topology.env import TorchrunEnv
 from zbgrpo.topology.roles import Topology
 from zbgrpo.transport.channel import Timing
@@ -99,7 +100,7 @@ def prepare(
 ) -> Prepared:
     """Everything that rank 0 does before the others can start.
 
-    `store`: where the other nodes have told their addresses (`tell_address`).
+    `store`: where the ranks have left their addresses (`groups.process_groups.connect`).
     """
     log_dir = log_folder(config)
     saved = saving.find_saved(config)
@@ -185,22 +186,6 @@ def _has_model(config: RunConfig, saved: saving.SavedRun) -> bool:
         return False
 
 
-def tell_address(store: Any, env: TorchrunEnv) -> None:
-    """Put the address of this node from which it reaches MASTER_ADDR into the store."""
-    store.set(f"address/{env.rank}", _route_to(env.master_addr, env.master_port) or "")
-
-
-def _route_to(host: str, port: int) -> str | None:
-    """This machine's own IPv4 address on the route to a host; None without a route. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, port))
-        except OSError:
-            return None
-        address: str = probe.getsockname()[0]
-        return address
-
-
 def _hub_host(env: TorchrunEnv, nodes: list[int], store: Any) -> str | None:
     """The one address that the hub listens on; None when all ranks are on one node.
 
@@ -219,7 +204,7 @@ def _hub_host(env: TorchrunEnv, nodes: list[int], store: Any) -> str | None:
     if found.is_loopback and not _is_literally_loopback(name) and store is not None:
         others = [rank for rank, node in enumerate(nodes) if node != nodes[0]]
         addresses = [store.get(f"address/{rank}").decode() for rank in others]
-        routes = [_route_to(address, env.master_port) for address in addresses if address]
+        routes = [route_to(address, env.master_port) for address in addresses if address]
         # Loopback on both sides is right when the nodes are launchers on one machine.
         outward = [route for route in routes if route and not ipaddress.ip_address(route).is_loopback]
         host = next(iter([*outward, *filter(None, routes)]), host)
@@ -255,6 +240,7 @@ def _hub_spec(config: RunConfig, topology: Topology, nodes: list[int], log_dir: 
             config.transport.heartbeat_seconds,
             config.transport.peer_timeout_seconds,
             config.transport.resend_seconds,
+            config.cluster.progress_timeout_seconds,
         ),
         ring_bytes=ring_bytes(config),
         max_message_bytes=MAX_MESSAGE_BYTES,
@@ -268,6 +254,7 @@ def _hub_spec(config: RunConfig, topology: Topology, nodes: list[int], log_dir: 
         groups_per_minibatch=config.groups_per_minibatch,
         dp_size=config.dp_size,
         num_producers=topology.num_producers,
+        producer_ranks=[topology.ranks_of_producer(producer)[0] for producer in range(topology.num_producers)],
         leases_per_producer=config.inference.inference_batch_size,
         buffer_limit=config.buffer_limit,
         max_staleness=config.ledger.max_staleness,

@@ -10,17 +10,21 @@ Every group has its own connections and its own timeout, so that a broadcast nev
 
 NCCL needs a GPU of its own for every rank of a group. Each rank therefore tells the others which GPU it uses, and the
 backends follow from that list alone, so that all ranks choose the same. A group whose ranks share a GPU uses gloo,
-which takes CUDA tensors too (through host memory).
+which takes CUDA tensors too (through host memory). In the same way they learn which of them run on one machine, where
+weights need not travel at all: producers read them out of the source's memory (`ipc`).
 """
 
 from __future__ import annotations
 
+import ipaddress
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +33,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from zbgrpo.config.schema import RunConfig
-from zbgrpo.errors import ConfigError, PeerLostError
-from zbgrpo.topology.env import TorchrunEnv
+from zbgrpo.errors import ConfigError, PeerLostError, WeightSyncError
+from zbgrpo.topology.addresses import interface_of, route_to
+from zbgrpo.topology.env import TorchrunEnv, prefer_interface
 from zbgrpo.topology.roles import Topology
 
 
@@ -43,19 +48,28 @@ class ProcessGroups:
     producers: dist.ProcessGroup
     weights: list[dist.ProcessGroup]
     """By pipeline stage."""
+    weights_transport: str
+    """nccl, gloo, or ipc: through memory of the source, with gloo for the talk about it."""
     mesh: Any
     """A `DeviceMesh` with the axes dp, pp and tp over the consumers; None on producers and with a single consumer."""
 
 
 def connect(env: TorchrunEnv, config: RunConfig) -> Store:
-    """Join the rendezvous and the world group; raises `PeerLostError` when ranks are missing after the timeout."""
+    """Join the rendezvous and the world group; raises `PeerLostError` when ranks are missing after the timeout.
+
+    Every rank leaves its address on the way to MASTER_ADDR in the store, as `address/RANK`; empty without a route.
+    """
     timeout = timedelta(seconds=config.cluster.timeout_seconds)
     try:
         store, rank, world_size = next(rendezvous("env://", rank=env.rank, world_size=env.world_size, timeout=timeout))
         ours = PrefixStore("zbgrpo", store)
         ours.set(f"gpu/{rank}", _own_gpu(env))
+        ours.set(f"machine/{rank}", _own_machine(env))
+        ours.set(f"address/{rank}", route_to(env.master_addr, env.master_port) or "")
+        if env.local_world_size < world_size and (interface := interface_to_others(ours, env)) is not None:
+            prefer_interface(interface)
         dist.init_process_group(
-            group_backend(_gpus(ours, range(world_size))),
+            group_backend(_told(ours, "gpu", world_size)),
             store=PrefixStore("world", store),
             rank=rank,
             world_size=world_size,
@@ -75,16 +89,16 @@ def make_groups(store: Store, topology: Topology, config: RunConfig) -> ProcessG
     producers = list(topology.producer_ranks)
     timeout = timedelta(seconds=config.cluster.timeout_seconds)
     weights_timeout = timedelta(seconds=config.weights.timeout_seconds)
-    gpus = _gpus(store, range(topology.world_size))
-    for_weights = weights_backend(config, gpus)
+    gpus = _told(store, "gpu", topology.world_size)
+    machines = _told(store, "machine", topology.world_size)
+    lines = [topology.weights_ranks(stage) for stage in range(topology.pp_size)]
+    transport = weights_transport(config, gpus, machines, lines)
     return ProcessGroups(
         store,
         _new_group(consumers, timeout, group_backend([gpus[rank] for rank in consumers])),
         _new_group(producers, timeout, group_backend([gpus[rank] for rank in producers])),
-        [
-            _new_group(list(topology.weights_ranks(stage)), weights_timeout, for_weights)
-            for stage in range(topology.pp_size)
-        ],
+        [_new_group(list(ranks), weights_timeout, "gloo" if transport == "ipc" else transport) for ranks in lines],
+        transport,
         make_mesh(
             (topology.dp_size, topology.pp_size, topology.tp_size),
             timeout,
@@ -119,14 +133,25 @@ def group_backend(gpus: Sequence[str]) -> str:
     return "cpu:gloo,cuda:nccl" if shared_gpu(gpus) is None else "gloo"
 
 
-def weights_backend(config: RunConfig, gpus: Sequence[str]) -> str:
-    """Backend of the weights groups, from the GPUs of all ranks. `auto`: nccl if each rank has its own, else gloo.
+def weights_transport(
+    config: RunConfig, gpus: Sequence[str], machines: Sequence[str], lines: Sequence[Sequence[int]]
+) -> str:
+    """How weights travel, from the GPUs and machines of all ranks; `lines`: the ranks of each weights group.
 
-    Raises `ConfigError` for nccl between ranks that share a GPU or have none, and for nccl with staging on the CPU.
+    `auto`: nccl if each rank has a GPU of its own, else ipc if the ranks of each line are on one machine, all with a
+    GPU or all without, else gloo. Raises `ConfigError` for nccl between ranks that share a GPU or have none, for nccl
+    with staging on the CPU, and for ipc between ranks that cannot reach each other's memory.
     """
     transport, shared = config.weights.transport, shared_gpu(gpus)
-    if transport == "gloo" or (transport == "auto" and shared is not None):
+    if transport == "gloo":
         return "gloo"
+    if transport == "ipc" or (transport == "auto" and shared is not None):
+        obstacle = next(filter(None, (_apart(ranks, gpus, machines) for ranks in lines)), None)
+        if obstacle is None:
+            return "ipc"
+        if transport == "auto":
+            return "gloo"
+        raise ConfigError(f"--weight-transport ipc: {obstacle}; use auto or gloo")
     if shared is not None:
         raise ConfigError(
             f"--weight-transport {transport}: needs a GPU of its own for every rank, but {shared}; use auto or gloo, "
@@ -138,6 +163,17 @@ def weights_backend(config: RunConfig, gpus: Sequence[str]) -> str:
             "--weight-staging device, or --weight-transport gloo, which is slower"
         )
     return "nccl"
+
+
+def _apart(ranks: Sequence[int], gpus: Sequence[str], machines: Sequence[str]) -> str | None:
+    """None if these ranks can read each other's memory, else what is in the way, for people."""
+    source = ranks[0]
+    for rank in ranks[1:]:
+        if machines[rank] != machines[source]:
+            return f"ranks {source} and {rank} are on different machines, or in different containers"
+        if bool(gpus[rank]) != bool(gpus[source]):
+            return f"one of ranks {source} and {rank} has a GPU and the other has none"
+    return None
 
 
 def shared_gpu(gpus: Sequence[str]) -> str | None:
@@ -152,6 +188,26 @@ def shared_gpu(gpus: Sequence[str]) -> str | None:
     return None
 
 
+def interface_to_others(store: Store, env: TorchrunEnv) -> str | None:
+    """The network interface over which this node reaches the others: that of its address on the way to MASTER_ADDR.
+    None if there is none.
+
+    By itself gloo takes the address that the machine's own name has, which is often a loopback address in /etc/hosts,
+    or of another network. The same file may make MASTER_ADDR a loopback address on its own node: there it is the
+    interface on the way to the first rank that is elsewhere. `store` has the addresses of all ranks.
+    """
+    own: str = store.get(f"address/{env.rank}").decode()
+    if own and _is_loopback(own):
+        # Where all are on loopback, the nodes are launchers on one machine.
+        others = filter(None, _told(store, "address", env.world_size))
+        own = next((route_to(other, env.master_port) or own for other in others if not _is_loopback(other)), own)
+    return interface_of(own) if own else None
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
 def _own_gpu(env: TorchrunEnv) -> str:
     """A name of this rank's GPU that no other GPU of any node has; "" without one."""
     if not torch.cuda.is_available():
@@ -160,8 +216,20 @@ def _own_gpu(env: TorchrunEnv) -> str:
     return str(torch.cuda.get_device_properties(env.local_rank % torch.cuda.device_count()).uuid)
 
 
-def _gpus(store: Store, ranks: range) -> list[str]:
-    return [store.get(f"gpu/{rank}").decode() for rank in ranks]
+def _own_machine(env: TorchrunEnv) -> str:
+    """A name that ranks share if they can open each other's memory through /proc: node, boot, process namespace and
+    user are the same."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return f"rank {env.rank}"
+    return f"{env.node_rank} {boot} {namespace} {os.geteuid()}"
+
+
+def _told(store: Store, key: str, world_size: int) -> list[str]:
+    """What each rank has told of itself, by rank."""
+    return [store.get(f"{key}/{rank}").decode() for rank in range(world_size)]
 
 
 def _new_group(ranks: list[int], timeout: timedelta, backend: str) -> dist.ProcessGroup:
@@ -169,22 +237,43 @@ def _new_group(ranks: list[int], timeout: timedelta, backend: str) -> dist.Proce
     return group
 
 
+_running: list[str] = []
+_GONE = "another rank is gone or silent"
+
+
 @contextmanager
 def collective(what: str) -> Iterator[None]:
-    """Around a collective: a peer that is gone or late becomes a `PeerLostError` that says what was going on."""
+    """Around a collective of the main thread: a peer that is gone or late becomes a `PeerLostError` that says what was
+    going on."""
+    _running.append(what)
     try:
         yield
     except (RuntimeError, dist.DistError) as error:
         raise PeerLostError(f"{what}: {reason_of(error)}") from error
+    finally:
+        _running.pop()
+
+
+def running_collective() -> str | None:
+    """What the main thread is doing together with other ranks; None if nothing. Any thread may ask."""
+    return next(reversed(tuple(_running)), None)
+
+
+def says_rank_is_lost(error: BaseException) -> bool:
+    """Whether this error of a collective, or of something that used one, comes from another rank's end or silence."""
+    collective_failed = isinstance(error, (RuntimeError, PeerLostError, WeightSyncError))
+    return collective_failed and (_GONE in str(error) or _GONE in reason_of(error))
 
 
 def reason_of(error: BaseException) -> str:
     """The part of a collective's error message that says what happened, without paths and advice."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    found = re.search(r"(?:connection (?:closed|reset)[^.]*?by peer|timed out[^.]*|connection refused)", text, re.I)
+    found = re.search(
+        r"(?:connection (?:closed|reset)[^.]*?by peer|timed out[^.]*|connection refused|broken pipe)", text, re.I
+    )
     if found is None:
         return text[:300]
-    return f"another rank is gone or silent ({found[0].lower()})"
+    return f"{_GONE} ({found[0].lower()})"
 
 
 def disconnect() -> None:

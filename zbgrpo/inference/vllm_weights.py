@@ -1,22 +1,17 @@
-"""Weights on their way from this process to the workers of an engine: one anonymous file in memory, mapped by all.
-
-The file has no name anywhere, so nothing is left behind however the processes end; workers open it through the
-descriptor of the process that made it.
-"""
+"""Weights on their way from this process to the workers of an engine: one file in memory, mapped by all."""
 
 from __future__ import annotations
 
-import errno
-import os
+import contextlib
 from collections.abc import Mapping
 from types import TracebackType
 
 import msgspec
-import torch
 from torch import Tensor
 
-from zbgrpo.errors import ResourceError, WeightSyncError
+from zbgrpo.errors import WeightSyncError
 from zbgrpo.weights.manifest import TensorSpec, WeightManifest
+from zbgrpo.weights.shared import MemoryFile, map_file
 
 _ONE_BUCKET = 1 << 62
 
@@ -58,10 +53,7 @@ class EngineWeights:
 
     def open(self, path: str) -> dict[str, Tensor]:
         """The tensors in the file at this path, mapped. Raises `WeightSyncError` if it has another size."""
-        if (size := os.stat(path).st_size) != self.num_bytes:
-            raise WeightSyncError(f"weights for the engine: {size} bytes are there, not {self.num_bytes}")
-        flat = torch.from_file(path, shared=True, size=self.num_bytes, dtype=torch.uint8)
-        return self.manifest.views([flat])
+        return self.manifest.views([map_file(path, self.num_bytes)])
 
 
 class WeightFile:
@@ -71,27 +63,14 @@ class WeightFile:
         """Raises `WeightSyncError` as `EngineWeights.check`, `ResourceError` if there is no memory for it."""
         weights.check(tensors)
         self.weights = weights
-        self._descriptor = os.memfd_create("zbgrpo-weights")
-        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        filled = False
-        try:
-            self._reserve(weights.num_bytes)
-            views = weights.open(self.path)
+        self._file = MemoryFile("engine", weights.num_bytes)
+        self.path = self._file.path
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self._file.close)
+            views = weights.manifest.views([self._file.map()])
             for name, tensor in tensors.items():
                 views[name].copy_(tensor.detach())
-            filled = True
-        finally:
-            if not filled:
-                os.close(self._descriptor)
-
-    def _reserve(self, num_bytes: int) -> None:
-        # A file that only grows with its first write would end this process by SIGBUS where memory runs out.
-        try:
-            os.posix_fallocate(self._descriptor, 0, num_bytes)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-                raise ResourceError(f"no memory for {num_bytes} bytes of weights for the engine") from error
-            raise
+            on_error.pop_all()
 
     def __enter__(self) -> WeightFile:
         return self
@@ -99,7 +78,7 @@ class WeightFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._descriptor)
+        self._file.close()
 
 
 def _spec(name: str, tensor: Tensor) -> TensorSpec:

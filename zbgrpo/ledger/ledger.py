@@ -52,6 +52,7 @@ class Ledger:
         self.evaluated_version = 0
         self._wanted = [0] * options.num_producers
         self._held = [0] * options.num_producers
+        self._asking: set[int] = set()  # producers that want leases and may hold more
         self._next_lease_id = 0
         self.data = DataOrder(options.num_rows, options.num_episodes, options.order)
         self._sequence = 0
@@ -79,8 +80,13 @@ class Ledger:
 
     def admits(self, producer: int) -> bool:
         """Whether one more training lease may go to this producer now."""
-        options, applied = self.options, self.applied[producer]
-        if self.ended or self._stop_requested or applied < 0 or producer in self.reserved or not self.data.has_next:
+        applied = self.applied[producer]
+        return applied >= 0 and producer not in self.reserved and self._has_room(applied)
+
+    def _has_room(self, applied: int) -> bool:
+        """Whether one more group may be begun with this version."""
+        options = self.options
+        if self.ended or self._stop_requested or not self.data.has_next:
             return False
         places = (applied + 1 + options.max_staleness) * options.groups_per_step
         if options.max_steps is not None:
@@ -93,6 +99,12 @@ class Ledger:
     def request(self, producer: int, num_wanted: int) -> None:
         """Producer has room for this many more leases (the newest request counts)."""
         self._wanted[producer] = num_wanted
+        self._note(producer)
+
+    def _note(self, producer: int) -> None:
+        """What the producer wants or holds has changed."""
+        asks = self._wanted[producer] > 0 and self._held[producer] < self.options.leases_per_producer
+        (self._asking.add if asks else self._asking.discard)(producer)
 
     def apply(self, producer: int, version: int) -> None:
         """Producer generates with `version` from now on. Versions never go back."""
@@ -105,18 +117,17 @@ class Ledger:
         return self._grant_round() if self.options.synchronous else self._grant_turns()
 
     def _grant_turns(self) -> list[tuple[int, Lease]]:
+        # One lease each, round after round from `_turn` on, as long as anybody who asks is admitted.
         granted: list[tuple[int, Lease]] = []
-        num_producers, idle = self.options.num_producers, 0
-        while idle < num_producers:
-            producer = self._turn
-            self._turn = (self._turn + 1) % num_producers
-            room = min(self._wanted[producer], self.options.leases_per_producer - self._held[producer])
-            if room > 0 and self.admits(producer):
-                granted.append((producer, self._lease(producer)))
-                self._wanted[producer] -= 1
-                idle = 0
-            else:
-                idle += 1
+        num_producers, before = self.options.num_producers, -1
+        while before < len(granted) and self._has_room(self.version):
+            before = len(granted)
+            for producer in sorted(self._asking, key=lambda p: (p - self._turn) % num_producers):
+                if self.admits(producer):
+                    granted.append((producer, self._lease(producer)))
+                    self._wanted[producer] -= 1
+                    self._note(producer)
+            self._turn = (granted[-1][0] + 1) % num_producers if granted else self._turn
         return granted
 
     def _grant_round(self) -> list[tuple[int, Lease]]:
@@ -147,10 +158,8 @@ class Ledger:
 
     def deliver(self, lease_id: int, num_tokens: int, oldest_version: int, crc: int) -> bool:
         """A finished group has arrived; False when its lease is not live any more (a duplicate or an old attempt)."""
-        group = self.leased.pop(lease_id, None)
-        if group is None:
+        if (group := self._end_lease(lease_id)) is None:
             return False
-        self._held[group.producer] -= 1
         group.num_tokens, group.oldest_version, group.crc = num_tokens, oldest_version, crc
         self.buffered[lease_id] = group
         self._emit("buffered", group.lease, crc=crc, oldest=oldest_version, tokens=num_tokens)
@@ -158,19 +167,15 @@ class Ledger:
 
     def filter(self, lease_id: int, mean_accuracy: float) -> bool:
         """The group was not effective; False when its lease is not live."""
-        group = self.leased.pop(lease_id, None)
-        if group is None:
+        if (group := self._end_lease(lease_id)) is None:
             return False
-        self._held[group.producer] -= 1
         self._settle(group, "filtered", accuracy=mean_accuracy)
         return True
 
     def drop(self, lease_id: int, reason: DropReason, detail: str = "") -> bool:
         """The group is lost for good; False when its lease is not live."""
-        group = self.leased.pop(lease_id, None)
-        if group is None:
+        if (group := self._end_lease(lease_id)) is None:
             return False
-        self._held[group.producer] -= 1
         self._settle(group, "dropped", reason=reason.value, detail=detail)
         return True
 
@@ -182,12 +187,18 @@ class Ledger:
         lease = group.lease
         if lease.attempt + 1 >= self.options.max_attempts:
             return self.drop(lease_id, DropReason.INFRASTRUCTURE, detail)
-        del self.leased[lease_id]
-        self._held[group.producer] -= 1
+        self._end_lease(lease_id)
         self.totals["returned"] += 1
         self.data.give_back(lease.uid, lease.attempt + 1)
         self._emit("returned", lease, detail=detail)
         return True
+
+    def _end_lease(self, lease_id: int) -> LiveGroup | None:
+        """Its group, which the producer does not hold any more; None if it is not live."""
+        if (group := self.leased.pop(lease_id, None)) is not None:
+            self._held[group.producer] -= 1
+            self._note(group.producer)
+        return group
 
     def _settle(self, group: LiveGroup, kind: str, **fields: Any) -> None:
         lease = group.lease
@@ -350,17 +361,13 @@ class Ledger:
 
     def counts(self) -> dict[str, int]:
         """Totals and the numbers of live groups, for metrics and the summary."""
-        return {
-            **self.totals,
-            "live_leased": len(self.leased),
-            "buffered": len(self.buffered),
-            "planned": len(self.planned),
-        }
+        live = {"live_leased": len(self.leased), "buffered": len(self.buffered), "planned": len(self.planned)}
+        return {**self.totals, **live}
 
     def check(self) -> None:
         """Assert the invariants of the class."""
         totals = self.totals
-        ends = totals["consumed"] + totals["filtered"] + totals["dropped"] + totals["returned"]
+        ends = sum(totals[kind] for kind in ("consumed", "filtered", "dropped", "returned"))
         assert totals["leased"] == ends + self.num_live, (totals, self.num_live)
         assert totals["consumed"] == self.version * self.options.groups_per_step
         assert sum(self._held) == len(self.leased)

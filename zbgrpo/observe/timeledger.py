@@ -98,6 +98,11 @@ class TimeLedger:
         self._open = [Phase(self, UNBOOKED, 1.0, UNBOOKED)]
         self._phases = {name: Phase(self, name, 1.0, name) for name in PHASES}
 
+    @property
+    def current(self) -> str:
+        """The account on which time runs now. Any thread may ask."""
+        return self._open[-1].name
+
     def phase(self, name: str) -> Phase:
         """Context manager for phase `name`; the same object every time. Raises ValueError for an unknown name."""
         try:

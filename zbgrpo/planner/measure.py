@@ -33,6 +33,7 @@ Event = dict[str, Any]
 
 _NUM_WARMUP_VERSIONS = 2
 _MAX_GROUPS = 4096  # whose lengths are kept
+_KNOTS = [4**n for n in range(1, 8)]
 _LEAST_SPREAD = 0.05
 """Of tokens, as a share of their mean: below it a fixed cost cannot be told from one by token."""
 _MOST_HUB_SECONDS = 0.1  # more is a difference between the clocks of two nodes
@@ -139,11 +140,12 @@ def _decode_rates(logs: _Logs, generations: int) -> DecodeRates:
                 loops.append([rows[:, 0].sum(), rows[:, 3].sum(), rest])
     if not steps:
         raise RunFolderError("no decode steps behind the first versions: measure with a longer run")
-    step, slot, prompt_step, start, finish = _fit(steps)
+    step, slots, (prompt_step, start, finish) = _fit_bent(steps)
     loop, response = _fit(loops) if loops else (0.0, 0.0)
     return DecodeRates(
         step_seconds=step,
-        slot_seconds=slot,
+        slot_seconds=slots[0][1],
+        bends=[(knot, bend) for (_, before), (knot, slope) in pairwise(slots) if (bend := round(slope - before, 12))],
         prompt_step_seconds=prompt_step,
         prompt_seconds=start * generations,
         finish_seconds=finish,
@@ -206,6 +208,22 @@ def _lengths(logs: _Logs, kind: str) -> list[list[int]]:
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else 0.0
+
+
+def _fit_bent(steps: Sequence[Sequence[float]]) -> tuple[float, list[tuple[int, float]], list[float]]:
+    """Rows as of `_fit`, of which the second column is occupied slots: what a step takes by itself; (slots, seconds of
+    each slot beyond them) from 0 on; the coefficients of the other columns.
+
+    The cost of a step rises with its slots, along straight lines between powers of four: caches and the shapes of
+    matrices make it neither one line nor always convex.
+    """
+    table = np.array(steps, float)
+    occupied = table[:, 1] / np.maximum(table[:, 0], 1)
+    knots = [knot for knot in _KNOTS if occupied.min() <= knot < occupied.max()]
+    edges = [0, *knots, np.inf]
+    parts = [table[:, 0] * np.clip(occupied - low, 0, high - low) for low, high in pairwise(edges)]
+    step, *found = _fit(np.column_stack([table[:, :1], *parts, table[:, 2:]]).tolist())
+    return step, list(zip([0, *knots], found[: len(parts)], strict=True)), found[len(parts) :]
 
 
 def _fit(rows: Sequence[Sequence[float]]) -> list[float]:

@@ -54,6 +54,7 @@ class SimulatedProducer:
         """(version, the first decode step with it)."""
         self._clock, self._hub, self._rates = clock, hub, scenario.rates
         self._slots, self._generations = scenario.slots, scenario.generations
+        self._step_seconds = [self._rates.decode.of_step(occupied) for occupied in range(self._slots + 1)]
         self._prompt_share = scenario.rates.decode.prompt_seconds / scenario.generations
         self._active: list[tuple[int, int, Group]] = []  # heap of (last step, tie, group)
         self._waiting: deque[Group] = deque()  # groups with responses that have not started
@@ -188,7 +189,7 @@ class SimulatedProducer:
         if not occupied:
             self._starved_rate = 1.0
             return
-        step = rates.step_seconds + rates.slot_seconds * occupied
+        step = self._step_seconds[occupied]
         extra, self._scoring_until = max(0.0, self._scoring_until - time), 0.0
         if num_started:
             extra += rates.prompt_step_seconds + num_started * self._prompt_share

@@ -36,12 +36,14 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class DecodeRates(Section, frozen=True, kw_only=True):
-    """One decode step takes step_seconds + slot_seconds x occupied slots, and what is begun and ended in it more."""
+    """One decode step takes `of_step` of its occupied slots, and what is begun and ended in it more."""
 
     step_seconds: Seconds = 0.0
     """Of a step by itself, whatever is in it."""
     slot_seconds: Seconds = 0.0
     """Of each occupied slot."""
+    bends: list[tuple[int, float]] = []
+    """[slots, seconds]: each occupied slot beyond so many takes so much more (less, if negative)."""
     prompt_step_seconds: Seconds = 0.0
     """Of a step in which any response starts."""
     prompt_seconds: Seconds = 0.0
@@ -52,6 +54,11 @@ class DecodeRates(Section, frozen=True, kw_only=True):
     """Work of the producer's loop for each response, outside the step: decoding text, sending."""
     loop_seconds: Seconds = 0.0
     """Work of the producer's loop for each step, outside the step."""
+
+    def of_step(self, occupied: int) -> float:
+        """Seconds of a step with so many occupied slots in which nothing begins or ends."""
+        bent = sum(seconds * max(0, occupied - slots) for slots, seconds in self.bends)
+        return max(0.0, self.step_seconds + self.slot_seconds * occupied + bent)
 
 
 class TrainRates(Section, frozen=True, kw_only=True):

@@ -120,7 +120,7 @@ def bound(scenario: Scenario) -> Bound:
     _, steps, kept_tokens = LengthSource(rates, scenario.generations, scenario.seed).means()
     finished = slots / steps  # responses that finish, and start, per decode step
     decode = rates.decode
-    seconds = decode.step_seconds + decode.slot_seconds * slots + decode.loop_seconds
+    seconds = decode.of_step(slots) + decode.loop_seconds
     seconds += decode.prompt_step_seconds * finished / slots  # at best all start together
     seconds += finished * (
         decode.prompt_seconds / scenario.generations + decode.finish_seconds + decode.response_seconds

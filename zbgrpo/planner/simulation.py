@@ -20,53 +20,12 @@ from collections import deque
 import numpy as np
 
 from zbgrpo.ledger.ledger import Ledger
-from zbgrpo.ledger.records import Lease, LedgerOptions, PlanEntry, PlanKind
+from zbgrpo.ledger.records import PlanEntry, PlanKind
 from zbgrpo.planner.consumer import SimulatedConsumers, SimulatedPublisher
 from zbgrpo.planner.events import Clock
 from zbgrpo.planner.producer import Group, SimulatedProducer
 from zbgrpo.planner.rates import LengthSource, decode_steps
 from zbgrpo.planner.scenario import Account, Figures, Scenario
-
-
-class _Ledger(Ledger):
-    """The ledger, for many producers: the same grants, found without a look at those that ask for nothing."""
-
-    def __init__(self, options: LedgerOptions) -> None:
-        super().__init__(options)
-        self.may_take: set[int] = set()
-        """Producers that want leases and may hold more."""
-
-    def request(self, producer: int, num_wanted: int) -> None:
-        super().request(producer, num_wanted)
-        self.note(producer)
-
-    def note(self, producer: int) -> None:
-        """What the producer wants or holds has changed."""
-        if self._wanted[producer] > 0 and self._held[producer] < self.options.leases_per_producer:
-            self.may_take.add(producer)
-        else:
-            self.may_take.discard(producer)
-
-    def has_room(self) -> bool:
-        """Whether any producer could be granted anything, were it to hold the newest version."""
-        places = (self.version + 1 + self.options.max_staleness) * self.options.groups_per_step
-        return self.occupied_places < places and len(self.buffered) < self.options.buffer_limit
-
-    def _grant_turns(self) -> list[tuple[int, Lease]]:
-        granted: list[tuple[int, Lease]] = []
-        round_of = self.may_take if self.has_room() else set()
-        while round_of:
-            before = len(granted)
-            for producer in sorted(round_of, key=lambda p: (p - self._turn) % self.options.num_producers):
-                if self.admits(producer):
-                    granted.append((producer, self._lease(producer)))
-                    self._wanted[producer] -= 1
-                    self.note(producer)
-            if len(granted) == before:
-                break
-            self._turn = (granted[-1][0] + 1) % self.options.num_producers
-            round_of = set(self.may_take)
-        return granted
 
 
 class Simulation:
@@ -75,7 +34,7 @@ class Simulation:
     def __init__(self, scenario: Scenario) -> None:
         rates = scenario.rates
         self.scenario, self.rates = scenario, rates
-        self.ledger = _Ledger(scenario.ledger_options())
+        self.ledger = Ledger(scenario.ledger_options())
         self.clock = Clock()
         self.lengths = LengthSource(rates, scenario.generations, scenario.seed)
         self.producers = [
@@ -135,7 +94,6 @@ class Simulation:
         else:
             tokens = round(sum(group.lengths) + self.rates.prompt_tokens)
             self.ledger.deliver(group.lease_id, tokens, group.oldest_version, crc=0)
-        self.ledger.note(group.producer)
         self._advance()
 
     # ---------------------------------------------------------------- the hub

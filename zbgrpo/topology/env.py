@@ -121,6 +121,15 @@ def set_thread_env(num_threads: int) -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler says on the terminal when it starts and stops
 
 
+def prefer_interface(name: str) -> None:
+    """Process groups that are made from now on connect over this network interface, unless the user has said which one
+    gloo or NCCL is to take."""
+    if not os.environ.get("GLOO_SOCKET_IFNAME"):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+    if not os.environ.get("NCCL_SOCKET_IFNAME"):
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"  # this very name: NCCL takes others that begin with it else
+
+
 @contextmanager
 def changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
     """Sets these variables inside. Afterwards the environment is what it was before, whatever ran inside has set."""

@@ -18,9 +18,9 @@ from zbgrpo import failpoints
 from zbgrpo.errors import PeerLostError, ProtocolError
 from zbgrpo.observe.clockoffset import ClockOffset
 from zbgrpo.transport.link import Link
-from zbgrpo.transport.messages import Abort, Goodbye, Message
+from zbgrpo.transport.messages import Abort, Goodbye, Message, Progress
 from zbgrpo.transport.sockets import Address, Dealer
-from zbgrpo.transport.wire import Buffer, Sender, decode, encode
+from zbgrpo.transport.wire import Buffer, Item, Sender, decode, encode, together, with_frames
 
 logger = logging.getLogger(__name__)
 
@@ -28,23 +28,25 @@ ACKNOWLEDGE_SECONDS = 0.002
 """How long an acknowledgement waits for a message that it can ride on."""
 
 _LOOK_SECONDS = 0.2  # between two looks whether there is a connection
-_GONE_SECONDS = 10.0
-"""How long there may be no connection at all: a hub that has died is never replaced."""
+GONE_SECONDS = 10.0
+"""How long there may be no connection at all, on either side: a process that has died is never replaced. A process that
+is stopped loses its connection too, within a few seconds, since nothing answers in its place."""
 
 
 class Timing(NamedTuple):
     """How long the two sides of a connection wait."""
 
     heartbeat_seconds: float = 2.0
-    peer_timeout_seconds: float = 120.0
+    peer_timeout_seconds: float = 45.0
     resend_seconds: float = 5.0
+    progress_timeout_seconds: float = 1800.0
 
 
 class Received(NamedTuple):
     """One message with the frames that came behind it."""
 
     message: Message
-    frames: list[memoryview]
+    frames: Sequence[memoryview]
 
 
 class Channel:
@@ -53,7 +55,7 @@ class Channel:
     def __init__(self, address: Address, sender: Sender, timing: Timing, max_message_bytes: int) -> None:
         self._address, self._sender, self._timing = address, sender, timing
         self._max_message_bytes = max_message_bytes
-        self._outbox: deque[tuple[list[Message], Sequence[Buffer]]] = deque()
+        self._outbox: deque[Item] = deque()
         self._inbox: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
         self._queues = [self._inbox]
         self._routes: dict[type, Callable[[Received], None]] = {}
@@ -61,7 +63,12 @@ class Channel:
         self._link: Link[list[Buffer]] = Link(timing.resend_seconds)
         self.hub_clock = ClockOffset()
         """Distance to the other side's monotonic clock, measured with every heartbeat."""
-        self._failure: PeerLostError | None = None
+        self.failure: PeerLostError | None = None
+        """What every call raises from now on."""
+        self.doing: Callable[[], tuple[str, bool]] = lambda: ("", False)
+        """What the main loop is at, and whether it waits for other ranks in that; asked with every heartbeat."""
+        self._turned: float | None = None
+        self._progress_at = 0.0
         self._waiting = False
         """Whether the thread must be woken for what is new in the outbox; it looks once more after it has set this."""
         self._closing = threading.Event()
@@ -97,7 +104,7 @@ class Channel:
     def send(self, *messages: Message, frames: Sequence[Buffer] = ()) -> None:
         """Queue messages, with the tensors of the group message among them. Buffers must not change afterwards."""
         self.check()
-        self._outbox.append((list(messages), frames))
+        self._outbox.append(Item(list(messages), frames))
         if self._waiting and self._dealer is not None:
             self._dealer.wake()
 
@@ -120,8 +127,20 @@ class Channel:
 
     def check(self) -> None:
         """Raise `PeerLostError` if the hub is lost or has ended the run."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
+
+    def alive(self) -> None:
+        """The owner's main loop makes a turn. From the first one on the hub hears with every heartbeat how long ago the
+        last one was, and ends the run if that is too long."""
+        self._turned = time.monotonic()
+
+    def wait_for_failure(self, timeout_seconds: float) -> PeerLostError | None:
+        """The failure of the channel, if there is one within this time."""
+        deadline = time.monotonic() + timeout_seconds
+        while self.failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.failure
 
     def drained(self) -> bool:
         """Whether the other side has acknowledged everything that was sent."""
@@ -129,8 +148,8 @@ class Channel:
 
     def close(self, drain_seconds: float) -> bool:
         """Say goodbye, wait up to `drain_seconds` for acknowledgements, close; whether everything arrived."""
-        if self._failure is None:
-            self._outbox.append(([Goodbye()], ()))
+        if self.failure is None:
+            self._outbox.append(Item([Goodbye()], ()))
         deadline = time.monotonic() + drain_seconds
         while not self.drained() and self._thread.is_alive() and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -156,7 +175,7 @@ class Channel:
             failure = PeerLostError(f"the connection to the hub has broken down: {error}")
         finally:
             # However the thread ends, nobody may go on waiting for messages.
-            if self._failure is None and not self._closing.is_set():
+            if self.failure is None and not self._closing.is_set():
                 self._fail(failure)
             self._started.set()
             if self._dealer is not None:
@@ -164,7 +183,7 @@ class Channel:
 
     def _serve(self, dealer: Dealer) -> None:
         heard = alive = connected = time.monotonic()
-        while not self._closing.is_set() and self._failure is None:
+        while not self._closing.is_set() and self.failure is None:
             self._flush(dealer)
             self._waiting = True
             # What could not be sent waits for the connection; what has come since the flush is sent at once.
@@ -180,27 +199,36 @@ class Channel:
             if now - alive >= self._timing.heartbeat_seconds or (owes and self._link.must_acknowledge):
                 alive = now
                 self._link.must_acknowledge = False
-                dealer.send(encode(self._sender, 0, self._link.received, [], times=[time.monotonic()]))
+                progress, sent = self._progress(now), time.monotonic()
+                dealer.send(encode(self._sender, 0, self._link.received, progress, times=[sent]))
             for item in self._link.due(now):
                 dealer.send(item)
             if now - connected >= _LOOK_SECONDS:
                 if dealer.writable():
                     connected = now
-                elif now - connected > min(_GONE_SECONDS, self._timing.peer_timeout_seconds):
+                elif now - connected > min(GONE_SECONDS, self._timing.peer_timeout_seconds):
                     self._fail(PeerLostError("the hub is gone: its connection has closed"))
             if now - heard > self._timing.peer_timeout_seconds:
                 self._fail(PeerLostError(f"the hub has been silent for {now - heard:.0f} s"))
+
+    def _progress(self, now: float) -> list[Message]:
+        due = now - self._progress_at >= self._timing.heartbeat_seconds / 2  # not with every acknowledgement
+        if (turned := self._turned) is None or self._closing.is_set() or not due:
+            return []
+        self._progress_at = now
+        return [Progress(max(0.0, round(now - turned, 1)), *self.doing())]
 
     def _flush(self, dealer: Dealer) -> bool:
         """Send what waits; whether all of it could be sent. Before there is a connection the messages wait here: they
         would be lost, and sent again only much later."""
         while self._outbox:
-            messages, frames = self._outbox[0]
-            parts = encode(self._sender, self._link.next_sequence, self._link.received, messages, frames)
+            number, item = together(self._outbox.copy())  # others add to it meanwhile
+            parts = encode(self._sender, self._link.next_sequence, self._link.received, *item)
             if not dealer.send([*parts[:-1], failpoints.damaged("wire.send", parts[-1])]):
                 return False
             self._link.sent(parts, time.monotonic())
-            self._outbox.popleft()  # only now, so that `drained` never misses a message between the two
+            for _ in range(number):
+                self._outbox.popleft()  # only now, so that `drained` never misses a message between the two
         return True
 
     def _arrived(self, parts: list[memoryview], now: float) -> bool:
@@ -214,15 +242,15 @@ class Channel:
             self.hub_clock.add(sent, received, answered, now)
         if header.sequence == 0 or not self._link.accept(header.sequence):
             return True
-        for message in header.messages:
+        for message, own_frames in with_frames(header, frames):
             if isinstance(message, Abort):
                 self._fail(PeerLostError(message.error, message.reported))
             else:
-                self._routes.get(type(message), self._inbox.put)(Received(message, frames))
+                self._routes.get(type(message), self._inbox.put)(Received(message, own_frames))
         return True
 
     def _fail(self, error: PeerLostError) -> None:
-        self._failure = error
+        self.failure = error
         for target in self._queues:
             target.put(None)
         for tell in self._on_failure:

@@ -14,7 +14,7 @@ from zbgrpo.ledger.evaluation import EvaluationLease, EvaluationResult
 from zbgrpo.ledger.records import Lease, PlanEntry
 from zbgrpo.transport.ring import Descriptor
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised with every change that an older peer would misread."""
 
 
@@ -146,6 +146,16 @@ class TimeReport(Struct, frozen=True, tag=True):
     seconds: dict[str, float]
 
 
+class Progress(Struct, frozen=True, tag=True):
+    """Rank -> hub, with every heartbeat and without a sequence number: how its main loop is."""
+
+    quiet_seconds: float
+    """Since the last turn of the loop."""
+    doing: str
+    waiting: bool
+    """Whether it waits for other ranks, so that they may be why it does not go on."""
+
+
 class StopRequest(Struct, frozen=True, tag=True):
     """Any rank -> hub: plan STOP next (a signal arrived)."""
 
@@ -153,9 +163,13 @@ class StopRequest(Struct, frozen=True, tag=True):
 
 
 class Failed(Struct, frozen=True, tag=True):
-    """Any rank -> hub: this rank ends with an error; everybody else must end too."""
+    """Any rank -> hub: this rank ends with an error; everybody else must end too.
+
+    `lost`: all it knows is that another rank is gone. It waits for the hub to say which.
+    """
 
     error: str
+    lost: bool = False
 
 
 class Goodbye(Struct, frozen=True, tag=True):
@@ -260,14 +274,15 @@ class Abort(Struct, frozen=True, tag=True):
 
 Message = Union[
     Hello, Want, Applied, Groups, Filtered, Dropped, Returned, Evaluated, Trained, Committed, SnapshotRequest,
-    WeightsStart, BroadcastsDone, Release, TimeReport, StopRequest, Failed, Goodbye, Leases, EvaluationLeases,
+    WeightsStart, BroadcastsDone, Release, TimeReport, Progress, StopRequest, Failed, Goodbye, Leases, EvaluationLeases,
     ReleaseVersion, PlanFor, PlanRelay, LedgerState, StepReport, EvaluationRows, EvaluationDone, FinalReport,
     Finished, Abort,
 ]  # fmt: skip
 
 
 class Header(Struct, frozen=True, array_like=True):
-    """First part of every multipart message. Sequence 0 carries no messages, only the acknowledgement."""
+    """First part of every multipart message; its crc32 is behind it. Sequence 0 carries no messages but
+    `Progress`, only the acknowledgement."""
 
     magic: str
     protocol: int
@@ -287,6 +302,8 @@ class Header(Struct, frozen=True, array_like=True):
     lengths: list[int] = field(default_factory=list)
     """Bytes of each frame, when all of them lie one after the other in the part behind the header; empty when each is a
     part of its own."""
+    shares: list[tuple[int, int]] = field(default_factory=list)
+    """[messages, frames] of each call of `send` whose messages travel together here; empty when it was one."""
 
 
 MAGIC = "zbgrpo"

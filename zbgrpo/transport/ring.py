@@ -17,12 +17,12 @@ import secrets
 import stat
 import struct
 import tempfile
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Union
 
 import msgspec
+from isal.isal_zlib import crc32
 
 from zbgrpo.errors import ProtocolError, ResourceError
 
@@ -296,7 +296,7 @@ class RingWriter:
             padding = _ZEROS[: _aligned(len(frame)) - len(frame)]
             self._view[position:end] = frame
             self._view[end : end + len(padding)] = padding
-            crc = zlib.crc32(padding, zlib.crc32(frame, crc))
+            crc = crc32(padding, crc32(frame, crc))
             position = end + len(padding)
         return crc
 
@@ -347,7 +347,7 @@ class RingReader:
         begin = self._begin(descriptor)
         record = bytearray(self._view[begin : begin + descriptor.length])
         self._check(record, 0, descriptor)
-        if zlib.crc32(record) != descriptor.crc:
+        if crc32(record) != descriptor.crc:
             raise _corrupt(descriptor, "its checksum does not match the descriptor")
         return memoryview(record)
 
@@ -362,7 +362,7 @@ class RingReader:
         self._check(self._view, begin, descriptor)
         begin += _RECORD_HEADER.size
         content = bytearray(self._view[begin : begin + num_bytes])
-        if zlib.crc32(content) != descriptor.crc:
+        if crc32(content) != descriptor.crc:
             raise _corrupt(descriptor, "or was changed on its way: its checksum does not match")
         return memoryview(content)
 

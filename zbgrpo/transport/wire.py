@@ -1,25 +1,28 @@
 """Bytes of a message: one msgpack header, then one raw frame per group (small ones in one part). Nothing is ever
 unpickled.
 
+The last four bytes of the header's part are the crc32 of those before them, so that no lease, version or
+acknowledgement arrives as another one.
+
 The frame of a group holds its tensors back to back, in the order of `PAYLOAD_DTYPES`. Its crc32 is computed once, by
 whoever made the group, and checked wherever it arrives: it is the checksum of the frame in a message and of the record
 in a ring, and by it the logs are joined.
 
-Guarantees of `decode`: magic, protocol and run are right, the header has the declared types, every frame has its
-crc32; of `check_frames`: dtypes and shapes of a group's tensors agree with the length of its frame, checked with
-integers before anything is allocated. Anything else is a `ProtocolError`, and the message is not used.
+Guarantees of `decode`: header and frames have their crc32; magic, protocol and run are right, the header has the
+declared types; of `check_frames`: dtypes and shapes of a group's tensors agree with the length of its frame, checked
+with integers before anything is allocated. Anything else is a `ProtocolError`, and the message is not used.
 """
 
 from __future__ import annotations
 
 import operator
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from isal.isal_zlib import crc32
 
 from zbgrpo.errors import ProtocolError
 from zbgrpo.transport.messages import MAGIC, PROTOCOL, GroupHeader, Groups, Header, Message, PlanRelay
@@ -33,6 +36,7 @@ _DTYPES = [np.dtype(name) for name in PAYLOAD_DTYPES.values()]
 _ROW_BYTES = [np.dtype(kind).itemsize * (3 if name == "spans" else 1) for name, kind in PAYLOAD_DTYPES.items()]
 NUM_TENSORS = len(_DTYPES)
 MAX_HEADER_BYTES = 64 * 1024 * 1024
+_CRC_BYTES = 4  # of the header, little-endian
 _JOINED_BYTES = 1 << 20
 
 
@@ -44,25 +48,66 @@ class Sender(NamedTuple):
     incarnation: int = 0
 
 
+class Item(NamedTuple):
+    """Messages that were sent with one call, and the frames of the groups among them. Or of several calls, see
+    `together`."""
+
+    messages: list[Message]
+    frames: Sequence[Buffer]
+    shares: list[tuple[int, int]] = []  # noqa: RUF012, never changed
+    """Numbers of messages and frames of each call, if there were several."""
+
+
+def together(waiting: Sequence[Item]) -> tuple[int, Item]:
+    """How many of the first items travel in one message, and what they are then. What waits goes together, since every
+    message costs as much as several groups; not more of it than is worth a copy."""
+    number, num_bytes = 0, 0
+    for item in waiting:
+        num_bytes += sum(map(len, item.frames))
+        if number and num_bytes > _JOINED_BYTES:
+            break
+        number += 1
+    if number == 1:
+        return 1, waiting[0]
+    items = [waiting[n] for n in range(number)]
+    messages = [message for item in items for message in item.messages]
+    frames = [frame for item in items for frame in item.frames]
+    return number, Item(messages, frames, [(len(item.messages), len(item.frames)) for item in items])
+
+
+def with_frames(header: Header, frames: Sequence[memoryview]) -> Iterator[tuple[Message, Sequence[memoryview]]]:
+    """The messages under a header that `decode` has checked, each with the frames that were sent with it."""
+    message = frame = 0
+    for num_messages, num_frames in header.shares or [(len(header.messages), len(frames))]:
+        own = frames[frame : frame + num_frames]
+        for each in header.messages[message : message + num_messages]:
+            yield each, own
+        message, frame = message + num_messages, frame + num_frames
+
+
 def encode(
     sender: Sender,
     sequence: int,
     acknowledged: int,
     messages: Sequence[Message],
     frames: Sequence[Buffer] = (),
+    shares: Sequence[tuple[int, int]] = (),
     times: Sequence[float] = (),
 ) -> list[Buffer]:
     """All parts of a multipart message; raises `ProtocolError` when the other side would refuse its header.
 
     The frames of a message with groups are those of its groups, whose checksums are not computed again.
     """
-    crcs = _known_crcs(messages, len(frames)) or [zlib.crc32(frame) for frame in frames]
+    crcs = _known_crcs(messages, len(frames)) or [crc32(frame) for frame in frames]
     lengths: list[int] = []
     if len(frames) > 1 and sum(sizes := [len(frame) for frame in frames]) <= _JOINED_BYTES:
         # One copy more, which costs less than what the sockets do for every part.
         lengths, frames = sizes, [b"".join(frames)]
-    fields = Header(MAGIC, PROTOCOL, *sender, sequence, acknowledged, list(messages), crcs, list(times), lengths)
-    header = _encoder.encode(fields)
+    fields = Header(
+        MAGIC, PROTOCOL, *sender, sequence, acknowledged, list(messages), crcs, list(times), lengths, list(shares)
+    )
+    content = _encoder.encode(fields)
+    header = content + crc32(content).to_bytes(_CRC_BYTES, "little")
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are accepted")
     return [header, *frames]
@@ -72,8 +117,11 @@ def decode(parts: Sequence[Buffer], run_id: str) -> tuple[Header, list[memoryvie
     """Header and frames of a multipart message, checked; raises `ProtocolError`."""
     if not parts or len(parts[0]) > MAX_HEADER_BYTES:
         raise ProtocolError("message without a header, or with one that is too long")
+    content, checksum = memoryview(parts[0])[:-_CRC_BYTES], parts[0][-_CRC_BYTES:]
+    if crc32(content) != int.from_bytes(checksum, "little"):
+        raise ProtocolError("header is damaged, or of a program of another version")
     try:
-        header = _decoder.decode(parts[0])
+        header = _decoder.decode(content)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ProtocolError(f"header is not valid: {error}") from error
     if header.magic != MAGIC:
@@ -87,8 +135,10 @@ def decode(parts: Sequence[Buffer], run_id: str) -> tuple[Header, list[memoryvie
         frames = _separated(frames, header.lengths)
     if len(frames) != len(header.crcs):
         raise ProtocolError(f"{len(frames)} frames, {len(header.crcs)} checksums")
+    if header.shares and not _shared_out(header.shares, len(header.messages), len(frames)):
+        raise ProtocolError(f"{len(header.messages)} messages and {len(frames)} frames, shared out otherwise")
     for number, (frame, crc) in enumerate(zip(frames, header.crcs, strict=True)):
-        if zlib.crc32(frame) != crc:
+        if crc32(frame) != crc:
             raise ProtocolError(f"frame {number} of message {header.sequence} from {header.sender} is corrupt")
     return header, frames
 
@@ -101,11 +151,16 @@ def _separated(parts: Sequence[memoryview], lengths: Sequence[int]) -> list[memo
     return [parts[0][end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
+def _shared_out(shares: Sequence[tuple[int, int]], num_messages: int, num_frames: int) -> bool:
+    numbers = [number for share in shares for number in share]
+    return min(numbers) >= 0 and sum(numbers[::2]) == num_messages and sum(numbers[1::2]) == num_frames
+
+
 def _known_crcs(messages: Sequence[Message], num_frames: int) -> list[int]:
-    for message in messages if num_frames else ():
-        if isinstance(message, (Groups, PlanRelay)) and len(message.groups) == num_frames:
-            return [group.crc for group in message.groups]
-    return []
+    if num_frames == 0:
+        return []
+    crcs = [group.crc for m in messages if isinstance(m, (Groups, PlanRelay)) for group in m.groups]
+    return crcs if len(crcs) == num_frames else []
 
 
 def payload_frame(payload: GroupPayload) -> bytes:
@@ -115,7 +170,7 @@ def payload_frame(payload: GroupPayload) -> bytes:
 
 def payload_crc(frame: Buffer) -> int:
     """crc32 over all tensors of a group: its identity in the logs, and what shows that its bytes are still the same."""
-    return zlib.crc32(frame)
+    return crc32(frame)
 
 
 def group_header(uid: Uid, lease_id: int, attempt: int, payload: GroupPayload, crc: int) -> GroupHeader:

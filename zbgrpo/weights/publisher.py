@@ -6,6 +6,9 @@ Invariant: at most one set is SENDING and at most one WAITING. `publish` replace
 
 Example: version 4 is SENDING when 5 commits: 5 is WAITING. 6 commits before 4 is through: 6 replaces 5, and the
 producers go from 4 to 6.
+
+On one machine the staging sets are in memory that the producers have opened (`shared`). Then a version does not travel:
+they are told which set holds it, copy it from there, and the set is SENDING until all of them have.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ from zbgrpo import failpoints
 from zbgrpo.errors import WeightSyncError, ZbgrpoError
 from zbgrpo.groups.process_groups import reason_of
 from zbgrpo.weights.manifest import WeightManifest, digest
+from zbgrpo.weights.shared import SharedStaging
 from zbgrpo.weights.streams import background_stream
+
+_NUM_SETS = 2
 
 
 class Sent(NamedTuple):
@@ -37,6 +43,7 @@ class Sent(NamedTuple):
 
 @dataclass
 class _Staging:
+    number: int
     buckets: list[Tensor]
     views: dict[str, Tensor]
     state: str = "FREE"
@@ -57,17 +64,20 @@ class WeightPublisher:
         *,
         device: torch.device,
         timeout_seconds: float,
+        shared: bool = False,
         on_sent: Callable[[Sent], None] = lambda sent: None,
     ) -> None:
-        """`announce(broadcast number, version)` tells the producers, who join the broadcast in a thread of theirs."""
+        """`announce(broadcast number, version)` tells the producers, who join the broadcast in a thread of theirs.
+
+        `shared`: they have opened `self.shared.handles`. Raises `ResourceError` if there is no memory to share.
+        """
         self._group, self._source_rank, self._manifest = group, source_rank, manifest
         self._announce, self._on_sent, self._timeout_seconds = announce, on_sent, timeout_seconds
         self._device = device
         pin = device.type == "cpu" and torch.cuda.is_available()
-        self._staging = []
-        for _ in range(2):
-            buckets = manifest.allocate(device, pin)
-            self._staging.append(_Staging(buckets, manifest.views(buckets)))
+        self.shared = SharedStaging(manifest, device, _NUM_SETS) if shared else None
+        sets = self.shared.sets if self.shared else [manifest.allocate(device, pin) for _ in range(_NUM_SETS)]
+        self._staging = [_Staging(number, buckets, manifest.views(buckets)) for number, buckets in enumerate(sets)]
         self._condition = threading.Condition()
         self._closing = False
         self._failure: ZbgrpoError | None = None
@@ -151,6 +161,8 @@ class WeightPublisher:
             self._closing = True
             self._condition.notify_all()
         self._thread.join(self._timeout_seconds)
+        if self.shared:
+            self.shared.close()
 
     # ------------------------------------------------------------------------------------------ the thread
 
@@ -186,12 +198,19 @@ class WeightPublisher:
     def _send(self, staging: _Staging) -> Sent:
         start = time.monotonic()
         self._announce(self._broadcasts, staging.version)
+        wrong = failpoints.fire("weights.broadcast")
         with background_stream(self._device, staging.ready) as finish:
-            works = [self._broadcast(bucket) for bucket in staging.buckets]
-            value = digest(staging.views)  # computed while the buckets travel
-            works.append(self._broadcast(_trailer(staging.version, value, self._device)))
+            if self.shared:
+                finish()  # other processes know nothing of this one's streams
+            parts = [torch.tensor([staging.number])] if self.shared else staging.buckets
+            works = [self._broadcast(part) for part in parts]
+            value = digest(staging.views)  # computed while the others receive, or copy
+            device = torch.device("cpu") if self.shared else self._device
+            works.append(self._broadcast(_trailer(staging.version, "1" * 15 if wrong else value, device)))
             for work in works:
                 work.wait()
+            if self.shared:
+                dist.barrier(self._group)  # all have copied it
             finish()
         return Sent(staging.version, value, time.monotonic() - start)
 

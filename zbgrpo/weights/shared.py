@@ -7,8 +7,10 @@ the handles of CUDA IPC. What others need to open either is plain numbers and by
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
+from pathlib import Path
 from typing import Union
 
 import msgspec
@@ -69,10 +71,17 @@ class _InFile(msgspec.Struct, frozen=True, tag="file"):
     path: str
 
 
+_Handle = tuple[bytes, int, int, bytes, int, bytes, bool]
+"""What `_share_cuda_` gives behind the number of the GPU: of the memory, its size and the offset in it; of a counter of
+users, and the offset in that; of an event that is to be waited for, and whether it is."""
+
+
 class _OnDevice(msgspec.Struct, frozen=True, tag="cuda"):
     """One set of staging buckets; of each what torch needs to open its storage."""
 
-    buckets: list[tuple[int, bytes, int, int, bytes, int, bytes, bool]]
+    gpu: str
+    """Its UUID: a launcher may show a GPU to each process under another number."""
+    buckets: list[_Handle]
 
 
 _Sets = list[Union[_InFile, _OnDevice]]
@@ -82,14 +91,14 @@ class SharedStaging:
     """Sets of staging buckets that other processes can open. Made by the source of the weights."""
 
     def __init__(self, manifest: WeightManifest, device: torch.device, num_sets: int) -> None:
-        """Raises `ResourceError` if there is no memory for them."""
+        """Raises `ResourceError` if there is no memory for them, or none that can be shared."""
         self._files: list[MemoryFile] = []
         self.sets: list[list[Tensor]] = []
         handles: _Sets = []
         for _ in range(num_sets):
             if device.type == "cuda":
-                buckets = manifest.allocate(device)
-                handles.append(_OnDevice([bucket.untyped_storage()._share_cuda_() for bucket in buckets]))
+                buckets, described = _share_on_device(manifest, device)
+                handles.append(described)
             else:
                 file = MemoryFile("weights", manifest.num_bytes)
                 self._files.append(file)
@@ -116,13 +125,55 @@ def open_staging(handles: bytes, manifest: WeightManifest) -> list[list[Tensor]]
         if isinstance(described, _InFile):
             opened.append(list(map_file(described.path, manifest.num_bytes).split(manifest.bucket_sizes)))
         else:
-            opened.append([_open_on_device(bucket) for bucket in described.buckets])
+            opened.append(_open_on_device(described))
     return opened
 
 
-def _open_on_device(handle: tuple[int, bytes, int, int, bytes, int, bytes, bool]) -> Tensor:
+def _share_on_device(manifest: WeightManifest, device: torch.device) -> tuple[list[Tensor], _OnDevice]:
+    handles: list[_Handle] = []
     try:
-        storage = torch.UntypedStorage._new_shared_cuda(*handle)
+        buckets = manifest.allocate(device)
+        for bucket in buckets:
+            _, memory, size, offset, counters, place, event, is_awaited = bucket.untyped_storage()._share_cuda_()
+            handles.append((memory, size, offset, counters, place, event, is_awaited))
+            _unname(Path("/dev/shm", counters.decode().lstrip("/")))
     except RuntimeError as error:
-        raise WeightSyncError(f"weights by CUDA IPC: the memory of the source cannot be opened: {error}") from error
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+        raise ResourceError(
+            f"no memory of the GPU for {manifest.num_bytes} bytes of weights that others can open: {error}"
+        ) from error
+    return buckets, _OnDevice(str(torch.cuda.get_device_properties(device).uuid), handles)
+
+
+_unnamed: set[Path] = set()
+
+
+def _unname(counters: Path) -> None:
+    """Take its name from the file in which torch counts who has opened memory of this process.
+
+    Torch removes the file as the interpreter ends, so that a process that is killed, or ends by `os._exit`, would leave
+    it behind. The name is for others only, who count down as they let the memory go; a name that is gone means to them
+    that this process is. Here nobody waits for them: the memory stays until this process ends.
+    """
+    if counters not in _unnamed:
+        _unnamed.add(counters)
+        counters.unlink(missing_ok=True)
+        atexit.register(counters.touch, 0o600)  # torch would abort the process if there were nothing to remove
+
+
+def _open_on_device(described: _OnDevice) -> list[Tensor]:
+    try:
+        torch.cuda.init()
+        gpus = [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+        if described.gpu not in gpus:
+            raise WeightSyncError(
+                f"weights by CUDA IPC: the GPU of the source, {described.gpu}, cannot be seen here "
+                "(CUDA_VISIBLE_DEVICES); use --weight-transport gloo"
+            )
+        number = gpus.index(described.gpu)
+        storages = [torch.UntypedStorage._new_shared_cuda(number, *handle) for handle in described.buckets]
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"weights by CUDA IPC: the memory of the source cannot be opened: {error}; use --weight-transport gloo"
+        ) from error
+    empty = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", number))
+    return [empty.new_empty(0).set_(storage) for storage in storages]  # type: ignore[call-overload]

@@ -12,9 +12,11 @@ import torch
 def background_stream(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[Callable[[], None]]:
     """Work inside runs on a stream of its own, behind the event `after`; the function given waits for all of it.
 
-    On a CPU there are no streams, and nothing to wait for.
+    On a CPU there are no streams. What is to be waited for there are copies out of a GPU, and they are at once.
     """
     if device.type != "cuda":
+        if after is not None:
+            after.synchronize()
         yield lambda: None
         return
     with torch.cuda.device(device):

@@ -1,4 +1,5 @@
-"""The receiving side: one per producer rank, with a background thread that fills a shadow copy.
+"""The receiving side: one per producer rank, with a background thread that fills a shadow copy, from what the source
+broadcasts or from its memory.
 
 States of the shadow copy: EMPTY -> RECEIVING -> READY -> EMPTY (applied, or overwritten by a newer version).
 Invariants: a version becomes READY only when all its buckets and its trailer have arrived and its digest agrees, and
@@ -26,6 +27,7 @@ from zbgrpo import failpoints
 from zbgrpo.errors import WeightSyncError, ZbgrpoError
 from zbgrpo.groups.process_groups import reason_of
 from zbgrpo.weights.manifest import WeightManifest, digest
+from zbgrpo.weights.shared import open_staging
 from zbgrpo.weights.streams import background_stream
 
 
@@ -60,6 +62,22 @@ class _Arriving(Mapping[str, Tensor]):
         return len(self._views)
 
 
+class _Copied(Mapping[str, Tensor]):
+    """The same for a version in memory of the source. Asking for a tensor copies it, and gives the copy."""
+
+    def __init__(self, manifest: WeightManifest, source: list[Tensor], buckets: list[Tensor]) -> None:
+        self._source, self._views = manifest.views(source), manifest.views(buckets)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._views[name].copy_(self._source[name], non_blocking=True)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+
 class WeightSubscriber:
     """See the module's text."""
 
@@ -71,14 +89,19 @@ class WeightSubscriber:
         live: Mapping[str, Tensor],
         *,
         device: torch.device,
+        handles: bytes | None = None,
         on_applied: Callable[[int, str], None] = lambda version, live_digest: None,
     ) -> None:
         """`live`: the engine's own tensors, whose storage is exchanged with the shadow copy's at each apply.
+
+        `handles`: of the source's staging sets, if they can be opened here (`SharedStaging.handles`); raises
+        `WeightSyncError` if they cannot.
 
         `on_applied(version, digest of the live tensors)` is called from the background thread after each apply.
         """
         self._group, self._source_rank, self._manifest = group, source_rank, manifest
         self._live, self._device, self._on_applied = dict(live), device, on_applied
+        self._sets = open_staging(handles, manifest) if handles is not None else None
         self._shadow = manifest.allocate(device)
         self._current = manifest.allocate(device)
         for name, view in manifest.views(self._current).items():
@@ -159,6 +182,9 @@ class WeightSubscriber:
         if version is not None:
             self._on_applied(version, digest({spec.name: self._live[spec.name] for spec in self._manifest.specs}))
 
+    def _broadcast(self, tensor: Tensor) -> dist.Work:
+        return dist.broadcast(tensor, src=self._source_rank, group=self._group, async_op=True)
+
     def _receive(self, version: int, keep: bool) -> None:
         with self._lock:
             while self._ready is not None and self._ready.keep and not self._closing:
@@ -170,15 +196,20 @@ class WeightSubscriber:
         failpoints.fire("weights.receive")
         self._report()
         with background_stream(self._device) as finish:
-            trailer = torch.zeros(2, dtype=torch.int64, device=self._device)
-            works = [
-                dist.broadcast(tensor, src=self._source_rank, group=self._group, async_op=True)
-                for tensor in (*shadow, trailer)
-            ]
-            value = digest(_Arriving(self._manifest, shadow, works))  # computed while later buckets travel
-            for work in works:
-                work.wait()
-            finish()
+            if self._sets is None:
+                trailer = torch.zeros(2, dtype=torch.int64, device=self._device)
+                works = [self._broadcast(tensor) for tensor in (*shadow, trailer)]
+                value = digest(_Arriving(self._manifest, shadow, works))  # computed while later buckets travel
+                for work in works:
+                    work.wait()
+                finish()
+            else:
+                number, trailer = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+                self._broadcast(number).wait()
+                value = digest(_Copied(self._manifest, self._sets[int(number)], shadow))
+                finish()
+                self._broadcast(trailer).wait()
+                dist.barrier(self._group)  # the source may write to it again
             sent_version, sent_digest = trailer.tolist()
         if sent_version != version or f"{sent_digest:016x}" != value:
             raise WeightSyncError(
