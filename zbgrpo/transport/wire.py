@@ -206,26 +206,38 @@ def payload_from_frame(header: GroupHeader, frame: Buffer) -> GroupPayload:
     counts agree; raises `ProtocolError`."""
     if len(frame) != frame_bytes(header):
         raise ProtocolError(f"the tensors of group {header.lease_id} do not have their declared sizes")
-    arrays, offset = [], 0
-    for dtype, size, row_bytes in zip(_DTYPES, header.sizes, _ROW_BYTES, strict=True):
-        num_items = size * row_bytes // dtype.itemsize
-        arrays.append(np.frombuffer(frame, dtype, num_items, offset) if size else np.empty(0, dtype))
-        offset += size * row_bytes
-    spans = arrays[-1].reshape(-1, 3)
-    payload = GroupPayload._make([*arrays[:-1], spans if spans.flags.aligned else spans.copy()])
+    if not _sizes_agree(header):
+        raise ProtocolError(f"header, lengths or spans of group {header.lease_id} contradict each other")
+    # Windows of two arrays over all that is before `finish`: to make an array of a buffer costs several of them.
+    a, b, c, d, e, f, end = accumulate(header.sizes[:7])
+    words = np.frombuffer(frame, np.int32, end)
+    floats = words.view(np.float32)
+    num_finish, num_spans = header.sizes[7:]
+    finish = np.frombuffer(frame, np.uint8, num_finish, 4 * end)
+    spans = np.frombuffer(frame, np.int32, 3 * num_spans, 4 * end + num_finish).reshape(-1, 3)
+    payload = GroupPayload(
+        words[:a], words[a:b], floats[b:c], words[c:d], floats[d:e], floats[e:f], floats[f:end], finish,
+        spans if spans.flags.aligned else spans.copy(),
+    )  # fmt: skip
     if not _agrees(header, payload):
         raise ProtocolError(f"header, lengths or spans of group {header.lease_id} contradict each other")
     return payload
 
 
+def _sizes_agree(header: GroupHeader) -> bool:
+    """Whether there is something of everything, and as much as there must be."""
+    num_prompt, num_new, num_logprobs, *per_response, num_spans = header.sizes
+    num_responses = per_response[0]
+    counted = num_logprobs == num_new and per_response.count(num_responses) == len(per_response)
+    return counted and min(num_prompt, num_responses, num_spans) > 0
+
+
 def _agrees(header: GroupHeader, payload: GroupPayload) -> bool:
     """Whether counts, lengths, spans and header fit together. In plain numbers: a group has few responses and spans,
     for which that is faster than arrays."""
-    num_prompt, num_new, num_logprobs, num_responses, *per_response, num_spans = header.sizes
-    if num_responses == 0 or num_spans == 0 or num_prompt == 0 or num_logprobs != num_new:
-        return False
+    num_prompt, num_new, *_ = header.sizes
     lengths = payload.lengths.tolist()
-    if any(size != num_responses for size in per_response) or min(lengths) < 1 or sum(lengths) != num_new:
+    if min(lengths) < 1 or sum(lengths) != num_new:
         return False
     spans = payload.spans.tolist()
     versions = [version for _, _, version in spans]
