@@ -69,7 +69,7 @@ class _Consumer(TrafficConsumer):
             raise ProtocolError(f"plan entry {planned.entry.sequence} came after {self._sequence}")
         self._sequence = planned.entry.sequence
         for group in planned.groups:
-            self._content.check(group, whole=True)
+            self._content.check(group)
         super()._take(planned)
 
     @property

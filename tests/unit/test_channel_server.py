@@ -395,6 +395,16 @@ def test_a_channel_ignores_what_is_for_an_earlier_start_of_it(hub: RawHub) -> No
 # ------------------------------------------------------------------------------------------------------- strangers
 
 
+def test_only_peers_that_the_run_has_are_let_in() -> None:
+    server = opened(Server(RUN, None, FAST, MAX_BYTES, expected={"producer:0"}))
+    stranger, known = (RawPeer(server.address, name) for name in ("producer:1", "producer:0"))
+    stranger.send(1, m.Trained(1))
+    assert serve(server, lambda: server.refused == 1) == []
+    assert server.last_refusal == "there is no peer 'producer:1' in this run" and not server.peers
+    known.send(1, m.Trained(2))
+    assert [message for _, message, _ in serve(server, lambda: bool(server.peers))] == [m.Trained(2)]
+
+
 def test_messages_that_break_the_protocol_are_counted_and_everybody_else_is_served(server: Server) -> None:
     stranger = RawPeer(server.address, "producer:7", run_id="run-2")
     stranger.send(1, m.Trained(1))

@@ -63,7 +63,7 @@ class Hub:
         self.last_drop = ""
         self.extremes = {"all_right": 0, "all_wrong": 0}
         self._attached: set[str] = set()
-        self._expected = spec.hub_peers()
+        self._expected = spec.peers()
         self._held_weights: list[m.WeightsStart] = []
         self._granted = [0] * spec.num_producers
         self._due_evaluation: int | None = self.ledger.version if spec.eval_rows and spec.evaluate_first else None
@@ -173,7 +173,8 @@ class Hub:
         self.groups.clear()
 
     def _broadcasts_done(self, name: str, message: m.BroadcastsDone, frames: Any) -> None:
-        assert self._finished is not None, "the plan has not ended"
+        if self._finished is None:
+            raise ProtocolError("the broadcasts have ended before the plan has")
         self._ended_at = time.monotonic()
         failpoints.fire("shutdown.hub")
         for producer in self._names("producer:"):
@@ -200,8 +201,7 @@ class Hub:
             for producer in book.evaluators:
                 self.server.send(_producer(producer), m.ReleaseVersion(version))
             for start in range(0, len(results), _ROWS_PER_MESSAGE):
-                part = results[start : start + _ROWS_PER_MESSAGE]
-                self.server.send("consumer:0", m.EvaluationRows(version, part))
+                self.server.send("consumer:0", m.EvaluationRows(version, results[start : start + _ROWS_PER_MESSAGE]))
             for name in self._names("consumer:"):
                 self.server.send(name, m.EvaluationDone(version))
 

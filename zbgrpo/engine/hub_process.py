@@ -107,7 +107,7 @@ def child_main(run: Callable[[HubSpec, Server, RingWriter], int]) -> int:
             title = title_of(spec)
             failpoints.arm(spec.failpoints, title.replace(" of node ", ":"))
             keys = Keys.generate() if spec.curve else None
-            server = Server(spec.run_id, spec.host, spec.timing, spec.max_message_bytes, keys)
+            server = Server(spec.run_id, spec.host, spec.timing, spec.max_message_bytes, keys, spec.peers())
             stack.callback(server.close)
             num_local = sum(reader.node == spec.node for reader in spec.readers)
             ring = RingWriter.create("ring", spec.ring_bytes, num_local)

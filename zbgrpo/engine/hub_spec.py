@@ -65,11 +65,13 @@ class HubSpec(Struct, frozen=True, kw_only=True):
     restored: Optional[dict[str, Any]] = None
     """A snapshot of the ledger; bytes in it travel as base64."""
 
-    def hub_peers(self) -> set[str]:
-        """Names of all peers that connect to the hub."""
+    def peers(self) -> set[str]:
+        """Names of all peers that connect to this hub or relay."""
+        readers = {reader.name for reader in self.readers if reader.node == self.node}
+        if self.hub_address is not None:
+            return readers
         producers = {f"producer:{index}" for index in range(self.num_producers)}
         consumers = {f"consumer:{reader.rank}" for reader in self.readers}
-        readers = {reader.name for reader in self.readers if reader.node == self.node}
         relays = {f"relay:{reader.node}" for reader in self.readers if reader.node != self.node}
         return producers | consumers | readers | relays
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from zbgrpo import failpoints
@@ -47,8 +47,16 @@ class Server:
     """See the module's text. Peers are named by themselves (`producer:0`, `consumer:1`, `reader:1`, `relay:2`)."""
 
     def __init__(
-        self, run_id: str, host: str | None, timing: Timing, max_message_bytes: int, keys: Keys | None = None
+        self,
+        run_id: str,
+        host: str | None,
+        timing: Timing,
+        max_message_bytes: int,
+        keys: Keys | None = None,
+        expected: Collection[str] | None = None,
     ) -> None:
+        """`expected`: names of all peers that there are; messages under any other are refused. None: any name."""
+        self._expected = expected
         self._sender = Sender(run_id, "hub")
         self._timing = timing
         self._router = Router(host, max_message_bytes, keys)
@@ -81,6 +89,8 @@ class Server:
         header, frames = decode(parts, self._sender.run_id)
         if header.sender.encode() != name:
             raise ProtocolError("a peer uses another peer's name")
+        if self._expected is not None and header.sender not in self._expected:
+            raise ProtocolError(f"there is no peer {header.sender[:64]!r} in this run")
         now = time.monotonic()
         peer = self.peers.get(header.sender)
         if peer is None or header.incarnation > peer.incarnation:
