@@ -29,7 +29,7 @@ _SHAPES = {
     "135m": (9, 3, 64, [(37, [250, 130, 199]), (80, [61, 300, 255, 17])]),
     "tiny": (4, 2, 12, [(5, [9, 4]), (3, [2, 7, 1])]),
 }
-_LIMITS = {torch.float32: 5e-5, torch.bfloat16: 2e-2}
+_LIMITS = {torch.float32: 5e-5, torch.bfloat16: 3e-2}
 _LIMIT_FLEX_FLOAT32 = 2e-3
 """Its kernel may multiply float32 as TF32, which has 11 bits."""
 _NUM_TIMES = 5

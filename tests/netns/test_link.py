@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launching import REPOSITORY
 from tests.support.namespaces import Network, two_namespaces
 
 ANSWER = """
@@ -26,6 +28,20 @@ begun = time.monotonic()
 with socket.create_connection((sys.argv[1], 5000), timeout=float(sys.argv[2])) as connection:
     assert connection.recv(4) == b"here"
 print(time.monotonic() - begun)
+"""
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from tests.support.namespaces import two_namespaces
+
+with two_namespaces() as network:
+    child = network.nodes[1].start(["sleep", "600"], Path(sys.argv[1]))
+    while not network.nodes[1].processes():
+        pass
+    print(*[node.name for node in network.nodes], child.pid, flush=True)
+    child.wait()
 """
 
 
@@ -79,6 +95,26 @@ def test_nothing_is_left_after_a_failure(tmp_path: Path, delay_seconds: float) -
             assert time.monotonic() < deadline
         raise ZeroDivisionError
     assert started.returncode == child.returncode == -9
-    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    left += subprocess.run(["ip", "link", "show"], capture_output=True, text=True, check=True).stdout
-    assert not [node.name for node in network.nodes if node.name in left]
+    assert not _left([node.name for node in network.nodes])
+
+
+def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        first, second, child = owner.stdout.readline().split()
+        assert _left([first, second]) == [first, second]
+        owner.kill()
+    deadline = time.monotonic() + 20
+    while _left([first, second]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(child), 0)
+
+
+def _left(names: list[str]) -> list[str]:
+    """Those of these namespaces, or ends of links with their names, that are there."""
+    found = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    found += subprocess.run(["ip", "link", "show"], capture_output=True, text=True, check=True).stdout
+    return [name for name in names if name in found]

@@ -61,6 +61,10 @@ PartitionName=urgent Nodes={names} PriorityTier=2 PreemptMode=OFF MaxTime=10
 """
 
 
+class CommandError(Exception):
+    """A command of Slurm's has failed; the message has what it said, and the daemons' logs."""
+
+
 class Cluster:
     """Daemons that run until `stop`. `folder` has their logs."""
 
@@ -99,7 +103,7 @@ class Cluster:
     def cancel_all(self) -> None:
         """End every job, at once."""
         for job in self.command("squeue", "--noheader", "--format=%A").split():
-            with contextlib.suppress(AssertionError):  # it may have ended just now
+            with contextlib.suppress(CommandError):  # it may have ended just now
                 self.command("scancel", job)
                 self.command("scancel", "--signal=KILL", "--full", job)
         self.until(lambda: not self.command("squeue", "--noheader").strip())
@@ -108,7 +112,7 @@ class Cluster:
         """End every job and every daemon, once. Returns the processes that they left behind, which are killed."""
         if not self._daemons:
             return []
-        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
+        with contextlib.suppress(AssertionError, CommandError, subprocess.TimeoutExpired):
             self.cancel_all()
         for daemon in reversed(self._daemons):
             daemon.terminate()
@@ -137,19 +141,20 @@ class Cluster:
         return found
 
     def command(self, *words: str, folder: Path | None = None, variables: dict[str, str] | None = None) -> str:
-        """Run one of Slurm's commands; what it prints."""
+        """Run one of Slurm's commands; what it prints. Raises `CommandError`."""
         ended = subprocess.run(
             words, cwd=folder, env=self.environment | (variables or {}), capture_output=True, text=True, timeout=30.0,
             check=False,
         )  # fmt: skip
-        assert ended.returncode == 0, f"{words}: {ended.stderr}{self.logs()}"
+        if ended.returncode != 0:
+            raise CommandError(f"{words}: {ended.stderr}{self.logs()}")
         return ended.stdout
 
     def until(self, condition: Callable[[], bool], timeout_seconds: float = PATIENCE_SECONDS) -> None:
         """Wait for it; a daemon that ends, or the end of the time, fails the test with the logs."""
         deadline = time.monotonic() + timeout_seconds
         while True:
-            with contextlib.suppress(AssertionError):  # slurmctld may not answer yet
+            with contextlib.suppress(CommandError):  # slurmctld may not answer yet
                 if condition():
                     return
             for daemon in self._daemons:

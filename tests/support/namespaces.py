@@ -26,6 +26,18 @@ from tests.support.launching import start
 
 _COMMAND_SECONDS = 20.0
 _END_SECONDS = 10.0
+_GUARD = """
+read -r
+for name in "$@"; do
+    for _ in $(seq 100); do
+        left=$(ip netns pids "$name") && [ -n "$left" ] || break
+        kill -KILL $left
+        sleep 0.05
+    done
+    ip netns delete "$name"
+done
+"""
+"""Removes namespaces, with what runs in them, when its input ends: when this process does, however it does."""
 _TUNSETIFF = 0x400454CA
 _TUN_PLAIN = 0x0001 | 0x1000  # IP packets, without a header of the device's own
 _LARGEST_PACKET = 1 << 16
@@ -86,10 +98,15 @@ class Network:
         self.nodes = tuple(Node(f"zb{token}{end}", f"{net}.{end + 1}") for end in range(2))
         self.carrier = _Carrier(delay_seconds, loss) if delay_seconds or loss else None
         """None for a plain link."""
+        self._guard: subprocess.Popen[bytes] | None = None
 
     def make(self) -> None:
         """Make all of it. Raises NamespacesError, after which `remove` is still to be called."""
         first, second = self.nodes
+        self._guard = subprocess.Popen(
+            ["bash", "-c", _GUARD, "guard", first.name, second.name], stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
         for node in self.nodes:
             _ip("netns", "add", node.name)
         if self.carrier is None:
@@ -116,16 +133,15 @@ class Network:
                 node.end()
         if self.carrier is not None:
             self.carrier.close()
-        for node in self.nodes:
-            with contextlib.suppress(NamespacesError):
-                _ip("netns", "delete", node.name)
+        if self._guard is not None:
+            self._guard.communicate(timeout=_COMMAND_SECONDS)
 
 
 @contextlib.contextmanager
 def two_namespaces(delay_seconds: float = 0.0, loss: float = 0.0) -> Iterator[Network]:
     """Two connected namespaces; each direction of the link delays its packets and loses this share of them.
 
-    Nothing of it is left afterwards, however the body ends. Raises NamespacesError.
+    Nothing of it is left afterwards, however the body, or this process, ends. Raises NamespacesError.
     """
     network = Network(delay_seconds, loss)
     try:
