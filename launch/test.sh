@@ -76,7 +76,6 @@ further_tiers() {
     colossalai_tier
     slurm_tier
     netns_tier
-    faults_tier
 }
 
 # The real vLLM on a CPU: its own tests, and what every generation engine keeps.

@@ -38,7 +38,7 @@ FOREIGN_FLAGS = {
     "Slurm and the shell": {
         "-n", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--signal", "--time", "--array",
     },
-    "launch/test.sh": {"--fast", "--all", "--vllm", "--colossalai", "--slurm"},
+    "launch/test.sh": {"--fast", "--all", "--vllm", "--colossalai", "--slurm", "--netns", "--faults"},
 }  # fmt: skip
 """Flags of other programs that the pages show."""
 

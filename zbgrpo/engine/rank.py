@@ -73,7 +73,8 @@ class Rank:
         """The one line on the screen that says why this rank ends; the first error is the one that is told."""
         if self._told.acquire(blocking=False):
             with contextlib.suppress(OSError):  # nobody may be reading any more
-                print(error_line(self.env.rank, self.title, error), file=sys.stderr, flush=True)
+                sys.stderr.write(error_line(self.env.rank, self.title, error) + "\n")  # at once: others write here too
+                sys.stderr.flush()
 
     def doing(self) -> tuple[str, bool]:
         """What the main thread is at, and whether it waits for other ranks in that. Any thread may ask."""
