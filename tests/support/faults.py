@@ -138,8 +138,15 @@ class Launch:
     """A run whose processes can be told from all others by their folder for temporary files."""
 
     def __init__(
-        self, workplace: Path, project: str, num_steps: int, flags: Sequence[str], failpoints: str = ""
+        self,
+        workplace: Path,
+        project: str,
+        num_steps: int,
+        flags: Sequence[str],
+        failpoints: str = "",
+        launcher: Sequence[str] = (),
     ) -> None:
+        """`launcher`: further flags of torchrun."""
         self.workplace = workplace
         self.temporary = Path(tempfile.mkdtemp(prefix="zf-"))  # short: sockets are in it
         self._marker = f"TMPDIR={self.temporary}".encode()
@@ -149,7 +156,7 @@ class Launch:
         environment |= {"TMPDIR": str(self.temporary), "ZBGRPO_FAILPOINTS": failpoints}
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--rdzv-backend", "c10d",
-            "--rdzv-endpoint", "localhost:0", "-m", "zbgrpo.launch", *FLAGS.split(), "-p", project,
+            "--rdzv-endpoint", "localhost:0", *launcher, "-m", "zbgrpo.launch", *FLAGS.split(), "-p", project,
             "--max-steps", str(num_steps), *flags,
         ]  # fmt: skip
         with self._screen.open("wb") as screen:

@@ -105,7 +105,7 @@ class Run:
         extra = flags.split() if isinstance(flags, str) else flags
         command = [
             python, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks),
-            *(rendezvous or _rendezvous()), "-m", "zbgrpo.launch", *(FLAGS if common is None else common), *extra,
+            *(rendezvous or own_rendezvous()), "-m", "zbgrpo.launch", *(FLAGS if common is None else common), *extra,
         ]  # fmt: skip
         self.process = start(command, workplace, failpoints)
 
@@ -191,7 +191,8 @@ def events(workplace: Path, project: str, name: str) -> list[dict[str, Any]]:
     return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
 
 
-def _rendezvous() -> list[str]:
+def own_rendezvous() -> list[str]:
+    """Launcher flags of a run on this machine alone."""
     # A free port chosen by the agent itself, so that runs on one machine never collide.
     return ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed import HashStore
 
 from zbgrpo.config import fields
 from zbgrpo.config.schema import RunConfig
-from zbgrpo.errors import ConfigError
+from zbgrpo.errors import ConfigError, PeerLostError
 from zbgrpo.groups import process_groups
 from zbgrpo.topology.env import TorchrunEnv
 from zbgrpo.topology.roles import Topology
@@ -121,6 +122,37 @@ def test_nccl_cannot_send_from_the_cpu(monkeypatch: pytest.MonkeyPatch, transpor
     with pytest.raises(ConfigError, match=r"--weight-staging cpu.*--weight-transport gloo"):
         backends(monkeypatch, config_of(transport, "cpu"), OWN)
     assert backends(monkeypatch, config_of("auto", "cpu"), NONE)[2][1] == GLOO
+
+
+def agreed(store: HashStore, world_size: int) -> list[str]:
+    """What the ranks of one start get, each in a thread, the last one first."""
+    found: dict[int, str] = {}
+
+    def run(rank: int) -> None:
+        found[rank] = process_groups.agree_on_start(store, rank, world_size, 20.0)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in reversed(range(world_size))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    return [found[rank] for rank in range(world_size)]
+
+
+def test_starts_that_share_a_store_do_not_take_each_other_for_themselves() -> None:
+    store, words = HashStore(), set()
+    store.set("name/2", "of a start that did not get further")
+    for _ in range(3):
+        (word,) = set(agreed(store, 4))
+        words.add(word)
+    assert len(words) == 3
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    store = HashStore()
+    store.set("name/1", "of an earlier start")
+    with pytest.raises(PeerLostError, match=r"ranks \[1, 2\] have not come"):
+        process_groups.agree_on_start(store, 0, 3, 0.2)
 
 
 def test_a_rank_names_the_gpu_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:

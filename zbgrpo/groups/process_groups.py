@@ -20,6 +20,8 @@ import ipaddress
 import math
 import os
 import re
+import secrets
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +39,8 @@ from zbgrpo.errors import ConfigError, PeerLostError, WeightSyncError
 from zbgrpo.topology.addresses import interface_of, route_to
 from zbgrpo.topology.env import TorchrunEnv, prefer_interface
 from zbgrpo.topology.roles import Topology
+
+_LOOK_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ def connect(env: TorchrunEnv, config: RunConfig) -> Store:
     timeout = timedelta(seconds=config.cluster.timeout_seconds)
     try:
         store, rank, world_size = next(rendezvous("env://", rank=env.rank, world_size=env.world_size, timeout=timeout))
-        ours = PrefixStore("zbgrpo", store)
+        start = agree_on_start(PrefixStore("zbgrpo-start", store), rank, world_size, config.cluster.timeout_seconds)
+        ours = PrefixStore(f"zbgrpo-{start}", store)
         ours.set(f"gpu/{rank}", _own_gpu(env))
         ours.set(f"machine/{rank}", _own_machine(env))
         ours.set(f"address/{rank}", route_to(env.master_addr, env.master_port) or "")
@@ -70,7 +75,7 @@ def connect(env: TorchrunEnv, config: RunConfig) -> Store:
             prefer_interface(interface)
         dist.init_process_group(
             group_backend(_told(ours, "gpu", world_size)),
-            store=PrefixStore("world", store),
+            store=PrefixStore(f"world-{start}", store),
             rank=rank,
             world_size=world_size,
             timeout=timeout,
@@ -78,6 +83,35 @@ def connect(env: TorchrunEnv, config: RunConfig) -> Store:
     except dist.DistError as error:
         raise PeerLostError(f"rank {env.rank} could not meet the other {env.world_size - 1} ranks: {error}") from error
     return ours
+
+
+def agree_on_start(store: Store, rank: int, world_size: int, timeout_seconds: float) -> str:
+    """A word that all ranks of this start get, and no other start. Every rank of it calls this.
+
+    torchrun keeps its store when it starts all ranks again (--max-restarts), so that what an earlier start has left in
+    it, addresses above all, would be taken for this one's. Nothing in the environment tells starts apart on all nodes:
+    the count of restarts is that of each launcher. So every rank leaves a name that is new, and rank 0 answers each
+    name that it finds with its own, until all have confirmed that one. An old name gets an answer that nobody reads.
+
+    Raises `PeerLostError` when ranks are missing after the timeout.
+    """
+    own, deadline = secrets.token_hex(8), time.monotonic() + timeout_seconds
+    if rank != 0:
+        store.set(f"name/{rank}", own)
+        start = store.get(f"answer/{own}").decode()  # bounded by the store's own timeout
+        store.set(f"confirmed/{start}/{rank}", "")
+        return start
+    missing = set(range(1, world_size))
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"confirmed/{own}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"name/{other}"]):
+                store.set(f"answer/{store.get(f'name/{other}').decode()}", own)
+        if missing and time.monotonic() > deadline:
+            raise PeerLostError(f"ranks {sorted(missing)} have not come within {timeout_seconds:.0f} s")
+        time.sleep(_LOOK_SECONDS if missing else 0.0)
+    return own
 
 
 def make_groups(store: Store, topology: Topology, config: RunConfig) -> ProcessGroups:
