@@ -8,7 +8,7 @@
 #   NPROC          processes on each node: one per GPU if unset, or 1 where there is no GPU
 #   RDZV_ID        name of the run among those that meet at this endpoint; under Slurm the job's number if unset
 #
-# Under Slurm, one task per node:
+# Under Slurm, one task per node (launch/slurm/several_nodes.sbatch does this and more):
 #
 #   export RDZV_ENDPOINT="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500"
 #   srun --ntasks-per-node 1 bash launch/multinode.sh -m MODEL -d train.jsonl ...
