@@ -60,8 +60,8 @@ MUTATIONS = {
     ),
     "gradient-is-not-divided": Mutation(
         "zbgrpo/trainer/torch_backend.py",
-        "else 1.0 / denominator)",
-        "else 1.0)",
+        "self.parameters.scale(1.0 / denominator)",
+        "self.parameters.scale(1.0)",
         "tests/unit/test_trainer_split.py",
     ),
     "responses-see-each-other": Mutation(

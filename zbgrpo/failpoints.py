@@ -53,7 +53,7 @@ PLACES = {
     "ring.write": "hub and relays: are about to write a group into the ring (corrupt: flips a bit in it afterwards)",
     "ring.read": "consumer: is about to copy a group out of the ring",
     "step.minibatch": "consumer: is about to train a minibatch",
-    "step.gradients": "consumer: has the gradients of a step (corrupt: one becomes NaN)",
+    "step.gradients": "consumer: has its gradients of a step, not added up yet (corrupt: they become NaN)",
     "step.commit": "consumer: is about to commit a step, together with the others",
     "step.committed": "consumer: has committed a step, and told nobody yet",
     "weights.publish": "source consumer: is about to copy the weights of a new version",

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbgrpo import failpoints
 from zbgrpo.algorithms.packing import Microbatch, PackingRules, pack
 from zbgrpo.checkpoint import model_folder
 from zbgrpo.config.schema import AlgorithmConfig, TrainerConfig
@@ -161,7 +160,7 @@ class ColossalaiTrainer:
         norm = float("nan")
         if denominator > 0 and math.isfinite(sums["loss"]):
             with self._as_world(), collective("the optimizer step"):
-                self._spread.finish_gradients(math.nan if failpoints.fire("step.gradients") else 1.0 / denominator)
+                self._spread.finish_gradients(1.0 / denominator)
                 norm = self._spread.step(rate)
         self._step += 1
         finite = math.isfinite(norm)

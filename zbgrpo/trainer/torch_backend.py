@@ -206,12 +206,14 @@ class TorchTrainer:
         if sums.pop(ABANDONED) > 0:
             self.discard()
             return None
+        if failpoints.fire("step.gradients"):
+            self.parameters.scale(math.nan)
         self.parameters.add_up()
         denominator = sums["denominator"]
         rate = learning_rate(self._config.learning_rate, self._step, self._num_schedule_steps, self._config.schedule)
         norm = float("nan")
         if denominator > 0:
-            self.parameters.scale(math.nan if failpoints.fire("step.gradients") else 1.0 / denominator)
+            self.parameters.scale(1.0 / denominator)
             norm = self.parameters.norm()
         self._step += 1
         finite = math.isfinite(norm) and math.isfinite(sums["loss"])
