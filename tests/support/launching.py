@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,14 +101,18 @@ class Run:
         rendezvous: list[str] | None = None,
         python: str = sys.executable,
         failpoints: str = "",
+        first_on_path: Path | None = None,
     ) -> None:
+        """`first_on_path`: a folder with modules that come before all others."""
         self.workplace = workplace
         extra = flags.split() if isinstance(flags, str) else flags
         command = [
             python, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks),
             *(rendezvous or own_rendezvous()), "-m", "zbgrpo.launch", *(FLAGS if common is None else common), *extra,
         ]  # fmt: skip
-        self.process = start(command, workplace, failpoints)
+        self.process = start(
+            command, workplace, failpoints, [REPOSITORY] if first_on_path is None else [first_on_path, REPOSITORY]
+        )
 
     def wait(self, timeout_seconds: float = 150.0) -> Finished:
         """Wait for its end; a run that does not end is killed and fails the test."""
@@ -157,10 +162,12 @@ class Run:
             time.sleep(0.02)
 
 
-def start(command: list[str], folder: Path, failpoints: str = "") -> subprocess.Popen[str]:
+def start(
+    command: list[str], folder: Path, failpoints: str = "", path: Sequence[Path] = (REPOSITORY,)
+) -> subprocess.Popen[str]:
     """A process in a session of its own, with the project importable; `failpoints`: see `zbgrpo.failpoints`."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "ZBGRPO"))}
-    environment |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {"PYTHONPATH": ":".join(map(str, path)), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["ZBGRPO_FAILPOINTS"] = failpoints
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
