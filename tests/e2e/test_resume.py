@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 
-from tests.support.launching import Run, events, metrics, run, summary
+from tests.support.launching import Run, events, metrics, own_rendezvous, run, summary
 from zbgrpo.engine.check_ledger import check_logs
 from zbgrpo.errors import EXIT_STOPPED
 
@@ -42,6 +44,49 @@ def test_killed_synchronous_run_resumes_bit_by_bit(workplace: Path) -> None:
     assert _trained(workplace, "straight") == _trained(workplace, "resumed")
     assert [line["step"] for line in metrics(workplace, "resumed")] == [1, 2, 3, 4, 5, 6]
     assert check_logs(workplace / "logs" / "resumed").ok
+
+
+KILLED_AT = {
+    1: "step.committed#1",
+    2: "step.commit#2",
+    3: "checkpoint.state#3",
+    4: "checkpoint.fsync#70",  # of the files of state 4
+    5: "checkpoint.write#13",  # the manifest of state 5 is there, its folder has not got its name
+    6: "checkpoint.rename#16",  # state 6 has got its name, `latest` names the one before
+    7: "checkpoint.rename#20",  # `latest` names state 7
+    8: "checkpoint.model#8",
+    9: "step.committed#9",
+}
+"""Where consumer 0 is killed, by the step that it is at; every step is saved, with 3 writes, 3 renames and 22 syncs."""
+
+
+@pytest.fixture(scope="module")
+def ten_steps(workplace: Path) -> dict:
+    """The state of a run of ten steps that nothing disturbs, and what it trained."""
+    assert run(workplace, 2, f"{SYNCHRONOUS} -si 1 --max-steps 10 -p ten").status == 0
+    return {"state": _state(workplace, "ten", 10), "trained": _trained(workplace, "ten")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", KILLED_AT)
+def test_a_run_that_is_killed_at_any_step_and_goes_on_equals_one_that_is_not(
+    workplace: Path, ten_steps: dict, step: int
+) -> None:
+    project = f"killed-at-{step}"
+    rule = f"{KILLED_AT[step]}@consumer:0=kill!{workplace / project}"
+    launcher = [*own_rendezvous(), "--max-restarts", "1"]
+    flags = f"{SYNCHRONOUS} -si 1 --max-steps 10 -p {project}"
+    finished = Run(workplace, 2, flags, rendezvous=launcher, failpoints=rule).wait()
+    assert finished.status == 0 and (workplace / project).exists(), finished.output[-3000:]
+    went_on = re.findall(r"going on from \S*state-(\d+)", finished.output)
+    assert went_on == {1: [], 6: ["5"], 7: ["7"], 8: ["8"]}.get(step, [str(step - 1)]), finished.output[-3000:]
+    state = _state(workplace, project, 10)
+    for part in ("master", "exp_avg", "exp_avg_sq"):
+        assert all(torch.equal(ten_steps["state"][part][name], tensor) for name, tensor in state[part].items()), part
+    assert torch.equal(ten_steps["state"]["counters"], state["counters"])
+    assert _trained(workplace, project) == ten_steps["trained"]
+    report = check_logs(workplace / "logs" / project)
+    assert report.ok and report.version == 10 and report.num_starts == (1 if step == 1 else 2)
 
 
 def test_killed_asynchronous_run_keeps_every_invariant(workplace: Path) -> None:
