@@ -7,11 +7,12 @@ and bubble of another, longer run, and then that is run. Three of those, each wi
     balanced             --max-staleness 2: both work nearly all the time
     generation-limited   a twenty-fourth of the decode slots, so that training waits
 
-None of them has the batch sizes of the run that the rates come from. That one is synchronous, so that slots are full
-and nearly empty in every step, and its rounds are a little larger than its slots, so that prompts are computed many at
-a time and few. Each rank has a core of its own (the consumer's holds the hub too, the producer's its reward workers). A
-round is three such pairs; errors are the medians over the rounds, with least and largest beside them. A real step is
-the mean time between two commits; a real bubble is that of summary.json, of the whole run.
+None of them has the batch sizes of its measuring run, but its decode slots, as `zbgrpo plan` advises: what a step costs
+bends with them. The measuring runs are synchronous, so that slots are full and nearly empty in every step, and their
+rounds are larger than their slots, so that prompts are computed many at a time and few. Each rank has a core of its own
+(the consumer's holds the hub too, the producer's its reward workers). A round is three such pairs; errors are the
+medians over the rounds, with least and largest beside them. A real step is the mean time between two commits; a real
+bubble is that of summary.json, of the whole run.
 
 A prediction is as good as its rates are still true when it is checked: other load on the machine, which makes one run
 slower than the one before it, counts as error. `drift` says how much: by how much a token of training was slower in the
@@ -41,7 +42,11 @@ from zbgrpo.planner.simulation import simulate
 from zbgrpo.topology.env import usable_cores
 
 NUM_ROUNDS = 3
-MEASURING = "-imbs 48 -ibs 48 -tbs 56 -tMbs 28 --max-staleness 0 --max-steps 40"
+MEASURING = {
+    "synchronous": "-imbs 16 -ibs 16 -tbs 20 -tMbs 10 --max-staleness 0 --max-steps 100",
+    "balanced": "-imbs 48 -ibs 48 -tbs 56 -tMbs 28 --max-staleness 0 --max-steps 40",
+    "generation-limited": "-imbs 2 -ibs 2 -tbs 8 -tMbs 8 --max-staleness 0 --max-steps 100",
+}
 CONFIGURATIONS = {
     "synchronous": "-imbs 16 -ibs 16 -tbs 32 -tMbs 16 --max-staleness 0 --max-steps 80",
     "balanced": "-imbs 48 -ibs 48 -tbs 64 -tMbs 32 --max-staleness 2 --max-steps 60",
@@ -169,7 +174,7 @@ def measure_all(folder: Path, num_rounds: int) -> dict[str, Any]:
     loads = []
     for _ in range(num_rounds):
         for name, flags in CONFIGURATIONS.items():
-            measuring = measure(run(folder, "measuring", MEASURING, cores))
+            measuring = measure(run(folder, "measuring", MEASURING[name], cores))
             found[name].append(compare(measuring, run(folder, name, flags, cores)))
         loads.append(load_average())
     return report(found) | {"load_average": loads, "core_of_rank": list(cores)}
