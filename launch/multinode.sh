@@ -13,6 +13,10 @@
 #   export RDZV_ENDPOINT="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500"
 #   srun --ntasks-per-node 1 bash launch/multinode.sh -m MODEL -d train.jsonl ...
 #
+# Where a node's name does not resolve to an address that the others reach, torchrun must be told: PET_LOCAL_ADDR (its
+# --local-addr) on every node, and PET_RDZV_CONF=is_host=1 on the one of RDZV_ENDPOINT, is_host=0 on the others. Gloo and
+# NCCL use the interface on the way there, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set.
+#
 # The folders of the run (-sd, -esd, -rsd, --log-dir), the model and the data must be on a file system that all nodes see.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"

@@ -80,8 +80,11 @@ def connect(env: TorchrunEnv, config: RunConfig) -> Store:
             world_size=world_size,
             timeout=timeout,
         )
-    except dist.DistError as error:
-        raise PeerLostError(f"rank {env.rank} could not meet the other {env.world_size - 1} ranks: {error}") from error
+    except (RuntimeError, dist.DistError) as error:
+        hint = "" if env.local_world_size == env.world_size else "; the interface is that of GLOO_SOCKET_IFNAME, if set"
+        raise PeerLostError(
+            f"rank {env.rank} could not meet the other {env.world_size - 1} ranks: {reason_of(error)}{hint}"
+        ) from error
     return ours
 
 
