@@ -221,7 +221,8 @@ def _rank_times(run: RunFolder) -> tuple[list[_RankTime], str]:
         lives = [life for life in run.trace if life.header.run == newest and life.header.rank >= 0]
         part = "the part of it that is in the trace" if any(life.num_lost for life in lives) else "the trace"
         traced = [_total(life.header.rank, life.header.role, account_seconds(life)) for life in lives]
-        return [row for row in traced if row.seconds], f"of the last start, from {part}"
+        if written := [row for row in traced if row.seconds]:  # a run that was killed early has not got so far
+            return written, f"of the last start, from {part}"
     roles = {rank: name.partition(":")[0] for name, rank in run.groups.ranks.items()}
     known = [(rank, seconds) for rank, seconds in sorted(run.rank_seconds.items()) if rank in roles]
     return [_total(rank, roles[rank], seconds) for rank, seconds in known], "of the last start, as far as it is logged"
