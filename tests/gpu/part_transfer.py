@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +22,7 @@ from report import REPOSITORY, Report, part_options
 from torch import Tensor
 
 from zbgrpo.bench.common import run_program
-from zbgrpo.bench.weights import SIZES
+from zbgrpo.bench.weights import SIZES, wait_for_version
 from zbgrpo.config.load import load_config
 from zbgrpo.errors import ZbgrpoError
 from zbgrpo.groups.process_groups import connect, disconnect, make_groups
@@ -124,7 +123,7 @@ def run_receiver(rank: _Rank, num_versions: int) -> dict[str, Any]:
     for version in range(num_versions):
         rank.barrier()
         subscriber.expect(version)
-        _wait(lambda: subscriber.ready() is not None)
+        wait_for_version(lambda: subscriber.ready() is not None)
         start = time.monotonic()
         subscriber.apply()
         found["apply"].append(time.monotonic() - start)
@@ -139,14 +138,6 @@ def run_receiver(rank: _Rank, num_versions: int) -> dict[str, Any]:
         rank.barrier()
     subscriber.close()
     return found
-
-
-def _wait(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _WAIT_SECONDS
-    while not done():
-        if time.monotonic() > deadline:
-            raise ZbgrpoError("a version did not come in time")
-        time.sleep(0.0005)
 
 
 def as_rank(folder: Path, transport: str, size: str, device_name: str) -> None:

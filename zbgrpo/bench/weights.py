@@ -176,7 +176,7 @@ class _Rank:
             copy = self.plain_copy()
             self.barrier()
             subscriber.expect(version)
-            _wait(lambda: subscriber.ready() is not None)
+            wait_for_version(lambda: subscriber.ready() is not None)
             self.barrier()
             start = time.monotonic()
             subscriber.apply()
@@ -194,7 +194,8 @@ def _nobody_is_told(broadcast: int, version: int) -> None:
     """The producers of this benchmark know what comes next."""
 
 
-def _wait(done: Callable[[], bool]) -> None:
+def wait_for_version(done: Callable[[], bool]) -> None:
+    """Look again and again; raises `ZbgrpoError` when it takes too long."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while not done():
         if time.monotonic() > deadline:
