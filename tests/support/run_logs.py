@@ -37,7 +37,8 @@ class World:
         self.start()
 
     def start(self) -> None:
-        self.hub.append({"kind": "started", "run": "0a1b", "version": self.version})
+        self.run = f"0a1b{len(self.hub):04x}"
+        self.hub.append({"kind": "started", "run": self.run, "version": self.version})
         peers = [(f"consumer:{rank}", rank) for rank in CONSUMERS] + [("producer:0", 2), ("producer:1", 3)]
         for peer, rank in peers:
             self.hub.append({"kind": "hello", "peer": peer, "rank": rank, "node": 0})
@@ -130,7 +131,12 @@ class World:
         kinds = ("leased", "consumed", "filtered", "dropped", "returned")
         totals = {kind: sum(event["kind"] == kind for event in self.hub) for kind in kinds}
         totals["leased"] -= self.taken_back
-        self.summary = {"exit_reason": "finished", "steps": self.version, "ledger": {**totals, "live": 0}}
+        self.summary = {
+            "run": self.run,
+            "exit_reason": "finished",
+            "steps": self.version,
+            "ledger": {**totals, "live": 0},
+        }
 
     def line(self, log: int | str, kind: str, number: int = 0, **where: Any) -> Event:
         """The `number`-th line of that kind (and with those values) in the hub's or a rank's log."""

@@ -158,7 +158,7 @@ def test_failure_after_the_planned_end_is_no_end(tmp_path: Path) -> None:
 def test_planned_end_without_its_summary_is_no_end(tmp_path: Path) -> None:
     world = finished()
     assert world.summary is not None
-    world.summary["steps"] = 2  # of an earlier, shorter run
+    world.summary["run"] = "another"  # start, an earlier one
     report = check(world, tmp_path)
     assert (report.state, report.ok) == ("open", True)
 

@@ -44,6 +44,7 @@ def summary() -> RunSummary:
     consumer = {"busy": 98.0, "starved": 0.5, "blocked_on_weights": 0.5, "imbalance": 1.0, "startup": 20.0}
     producers = [{"busy": 94.0, "starved": 6.0, "startup": 20.0}, {"busy": 46.5, "unbooked": 3.5, "shutdown": 5.0}]
     return build_summary(
+        run="0a1b",
         steps=400,
         seconds=3725.4,
         exit_reason="completed",
@@ -82,6 +83,7 @@ def test_summary_by_hand(summary: RunSummary, tmp_path: Path) -> None:
 
 def test_summary_of_a_run_that_measured_nothing() -> None:
     summary = build_summary(
+        run="0a1b",
         steps=0,
         seconds=0.0,
         exit_reason="stopped",

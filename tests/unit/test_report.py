@@ -160,6 +160,17 @@ def test_an_old_summary_is_not_that_of_the_new_start(tmp_path: Path) -> None:
     assert data["state"] == {"kind": "open", "text": "did not finish, or is still running"}
 
 
+def test_a_stop_that_left_out_a_step_that_was_begun(tmp_path: Path) -> None:
+    """Consumers leave out what the stop would throw away, so that the run may end a step before the plan does."""
+    world = finished()
+    assert world.summary is not None
+    world.summary |= {"exit_reason": "stopped by SIGTERM"}
+    world.line("hub", "plan", entry="end")["entry"] = "stop"
+    world.line("hub", "plan", entry="stop")["version"] += 1
+    data = data_of(write_report(run_folder(tmp_path, world))[0])
+    assert data["state"] == {"kind": "stopped", "text": "stopped by SIGTERM"}
+
+
 @pytest.mark.parametrize(
     ("lines", "kind", "text"),
     [

@@ -257,7 +257,7 @@ def _close_books(rank: Rank, parts: _Parts, consumer: Consumer, final: m.FinalRe
         del paths["model"]
     names = {f"{info.role.value}:{info.index}": info.rank for info in rank.topology.ranks if info.tp_index == 0}
     exit_reason = {"end": "finished", "stop": f"stopped by {rank.stop.requested() or 'request'}"}[reason]
-    summary = parts.recorder.summary(final, consumer.version, exit_reason, names, paths)
+    summary = parts.recorder.summary(document.run_id, final, consumer.version, exit_reason, names, paths)
     parts.progress.close()
     parts.writer.close()
     startup.keys_path(Path(document.log_dir)).unlink(missing_ok=True)

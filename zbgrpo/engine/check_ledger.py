@@ -130,7 +130,7 @@ def _finished_totals(log_dir: Path, hub: HubReplay) -> dict[str, int] | None:
         return None
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
-        finished = summary["exit_reason"] == "finished" and summary["steps"] == hub.planned_version
+        finished = summary["exit_reason"] == "finished" and summary["run"] == hub.run
         return dict(summary["ledger"]) if finished else None
     except (ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"{path}: not a summary of this program: {error!r}") from error

@@ -94,6 +94,8 @@ class HubReplay:
         """Version -> line."""
         self.applied: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
         """Rank of the producer -> (line, version, digest)."""
+        self.run = ""
+        """Id of the last start."""
         self.state = "open"
         """`end` or `stop` once that is planned; `open` before it, and after a failure."""
         self._live: dict[int, Lease] = {}
@@ -162,6 +164,7 @@ class HubReplay:
         self._sequence, self._step, self.state = 0, self.version, "open"
 
     def _start(self, event: Event) -> None:
+        self.run = event["run"]
         version, behind = event["version"], self.version
         self._expect("resume", version == behind, "a start from version {}, but {} is committed", version, behind)
         if self.line > 1:

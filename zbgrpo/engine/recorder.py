@@ -165,7 +165,13 @@ class Recorder:
         return measured
 
     def summary(
-        self, final: m.FinalReport, steps: int, exit_reason: str, topology_ranks: dict[str, int], paths: dict[str, Path]
+        self,
+        run_id: str,
+        final: m.FinalReport,
+        steps: int,
+        exit_reason: str,
+        topology_ranks: dict[str, int],
+        paths: dict[str, Path],
     ) -> RunSummary:
         """Write summary.json and return it. `topology_ranks`: peer name to rank."""
         ranks = [
@@ -176,6 +182,7 @@ class Recorder:
         measured = self._measured()
         before = min(measured, default=None)
         summary = build_summary(
+            run=run_id,
             steps=steps,
             steps_of_this_start=self._num_steps,
             seconds=time.monotonic() - self._started,

@@ -35,6 +35,8 @@ class RankShares(TypedDict):
 class RunSummary(TypedDict):
     """The content of summary.json. The closing table and `zbgrpo report` read nothing else."""
 
+    run: str
+    """Id of the start that wrote it, as in the hub's log: a later start leaves it as it is until it ends itself."""
     steps: int
     """Of the whole run."""
     steps_of_this_start: int
@@ -63,6 +65,7 @@ class RunSummary(TypedDict):
 
 def build_summary(
     *,
+    run: str,
     steps: int,
     steps_of_this_start: int | None = None,
     seconds: float,
@@ -94,6 +97,7 @@ def build_summary(
     before = {task: accuracy_before.get(task) for task in tasks}
     after = {task: accuracy_after.get(task) for task in tasks}
     return {
+        "run": run,
         "steps": steps,
         "steps_of_this_start": steps if steps_of_this_start is None else steps_of_this_start,
         "seconds": seconds,

@@ -125,6 +125,6 @@ def _summary(log_dir: Path, groups: GroupBook) -> dict[str, Any] | None:
         return None
     try:
         summary: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        return summary if summary["steps"] == groups.end_version else None
+        return summary if summary["run"] == groups.run else None
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError) as error:
         raise RunFolderError(f"{path}: not a summary of this program: {error!r}") from error

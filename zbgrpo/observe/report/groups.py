@@ -41,9 +41,10 @@ class GroupBook:
     ranks: dict[str, int] = field(default_factory=dict)
     """Peer name (`producer:0`) to rank."""
     version: int = 0
+    run: str = ""
+    """Id of the last start."""
     end: str | None = None
-    """`end` or `stop` where the last start has come there; `end_version` is the version it ended with."""
-    end_version: int = -1
+    """`end` or `stop` where the plan of the last start has come there."""
     failure: str | None = None
     stop_reason: str | None = None
     last_time: float | None = None
@@ -70,7 +71,7 @@ class GroupBook:
             for lease in (lease for rank in event["ranks"] for lease in rank):
                 self._move(lease, "planned", now, "buffer")
             if event["entry"] in ("end", "stop"):
-                self.end, self.end_version = event["entry"], event["version"]
+                self.end = event["entry"]
         elif kind in ENDS:
             self._settle(event, now)
         elif kind == "commit":
@@ -93,7 +94,8 @@ class GroupBook:
         # Groups that were under way are pending again in a resumed run, and leased anew.
         self.starts.append(Start(event["version"], now, len(self._live)))
         self._live.clear()
-        self.version, self.end, self.failure, self.stop_reason = event["version"], None, None, None
+        self.run, self.version = event["run"], event["version"]
+        self.end, self.failure, self.stop_reason = None, None, None
 
     def _count(self, producer: int, what: str, number: int = 1) -> None:
         self.by_producer.setdefault(producer, Counter())[what] += number
