@@ -160,8 +160,10 @@ class Soak:
         if launch.agent.poll() is not None:
             return
         deadline = time.monotonic() + STOP_SECONDS
-        for pid in launch.victims("consumer 0"):
-            os.kill(pid, signal.SIGUSR1)
+        step = self._step()
+        while self._step() == step and time.monotonic() < deadline:  # the ranks may just be starting after a fault
+            time.sleep(0.2)
+        launch.agent.send_signal(signal.SIGTERM)  # not to a rank: a stop of its own would be answered by a restart
         while launch.processes() and time.monotonic() < deadline:
             time.sleep(0.2)
         if "stopped and saved" not in launch.screen():

@@ -91,7 +91,8 @@ def encoded_each(*messages: m.Message) -> list[bytes]:
 
 
 EVERY_MESSAGE: list[m.Message] = [
-    m.Hello(3, 1, 2), m.Want(4, 7), m.Applied(5, "digest"), m.Filtered(1, 0.5, 1.0, 0.25, 8, 900, True),
+    m.Hello(3, 1, 2), m.Lane("/proc/1/fd/3", 1 << 20), m.LaneOpen(),
+    m.Want(4, 7), m.Applied(5, "digest"), m.Filtered(1, 0.5, 1.0, 0.25, 8, 900, True),
     m.Groups([header_of(golden_payload())]), m.Dropped(1, "reward_error", "why"), m.Returned(1, "why"),
     m.Evaluated(1, EvaluationResult("task", 2, 3, [1.0], [1.0], [0.0], [5], [False], ["text \u00e9"])),
     m.Trained(4), m.Committed(5, True), m.SnapshotRequest(5), m.WeightsStart(1, 5, True), m.BroadcastsDone(),

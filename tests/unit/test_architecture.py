@@ -212,7 +212,7 @@ def test_every_module_has_a_docstring() -> None:
     ("packages", "allowed"),
     [
         (("zmq",), ("transport/sockets.py",)),
-        (("mmap", "multiprocessing.shared_memory"), ("transport/ring.py",)),
+        (("mmap", "multiprocessing.shared_memory"), ("transport/ring_file.py",)),
         (("transformers",), ("checkpoint/model_folder.py", "inference/slots.py", "trainer/attention.py", "bench/")),
         (("importlib", "runpy"), ("rewards/custom.py",)),
     ],

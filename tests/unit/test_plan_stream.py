@@ -315,7 +315,7 @@ def spoil_ring(node: Node, message: m.PlanFor) -> m.PlanFor:
     """A byte of the last record flips between the writing and the reading."""
     if message.records:
         place = 64 + message.records[-1].offset + message.records[-1].length - 100
-        node.ring._memory[place] ^= 1
+        node.ring._view[place] ^= 1
     return message
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from zbgrpo.errors import ProtocolError, ResourceError
 from zbgrpo.transport import ring as ring_module
+from zbgrpo.transport import ring_file
 from zbgrpo.transport.ring import Descriptor, RingReader, RingWriter, record_bytes, split_frames
 
 HEADER_BYTES = 64
@@ -221,8 +222,8 @@ def test_all_memory_is_reserved_from_the_start() -> None:
 def test_without_dev_shm_the_folder_for_temporary_files_is_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(ring_module, "_SHARED_MEMORY_FOLDER", str(tmp_path / "missing"))
-    monkeypatch.setattr(ring_module.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(ring_file, "_SHARED_MEMORY_FOLDER", str(tmp_path / "missing"))
+    monkeypatch.setattr(ring_file.tempfile, "gettempdir", lambda: str(tmp_path))
     writer = RingWriter.create("test", 128, 1)
     assert os.path.dirname(writer.path) == str(tmp_path)
     reader = RingReader.attach(writer.path, writer.capacity_bytes)

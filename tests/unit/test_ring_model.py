@@ -43,10 +43,14 @@ class RingMachine(RuleBasedStateMachine):
         self.writer.close()
 
     def free_offset(self, length: int) -> int | None:
-        """Where the next record must go: after the newest one, or at the beginning if that is too near the end."""
+        """Where the next record must go: after the newest one, or at the beginning if that is too near the end, or if
+        as much is free before all that is occupied."""
         begin = self.occupied[-1].descriptor.offset + self.occupied[-1].descriptor.length if self.occupied else 0
-        begin = 0 if begin + length > CAPACITY_BYTES else begin
         areas = [(entry.descriptor.offset, entry.descriptor.length) for entry in self.occupied]
+        first = areas[0][0] if areas else 0
+        is_one_piece = all(offset >= first for offset, _ in areas)
+        if begin + length > CAPACITY_BYTES or (is_one_piece and first >= max(length, begin - first)):
+            begin = 0
         overlaps = any(begin < offset + size and offset < begin + length for offset, size in areas)
         return None if overlaps else begin
 

@@ -200,9 +200,9 @@ def test_a_full_dev_shm_is_an_error_with_figures_and_no_bus_error(free_space_lie
 import os
 from types import SimpleNamespace
 from zbgrpo.errors import ResourceError
-from zbgrpo.transport import ring
+from zbgrpo.transport import ring, ring_file
 if {free_space_lies}:
-    ring._free_bytes, honest = lambda folder: 1 << 40, ring._free_bytes
+    ring_file._free_bytes, honest = lambda folder: 1 << 40, ring_file._free_bytes
 try:
     ring.RingWriter.create("full", 4 << 20, 1)
 except ResourceError as error:

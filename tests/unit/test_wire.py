@@ -140,9 +140,9 @@ def test_unknown_fields_of_a_later_program_are_ignored() -> None:
 
 
 GOLDEN_HEADER = bytes.fromhex(
-    "9ca67a626772706f03a572756e2d31aa70726f64756365723a300203019182a474797065a647726f757073a667726f757073"
-    "91990b000b00060405ce0cae9f329903030302020202020391ce0cae9f32909090"
-    "b523b531"
+    "9da67a626772706f04a572756e2d31aa70726f64756365723a300203019182a474797065a647726f757073a667726f757073"
+    "91990b000b00060405ce0cae9f329903030302020202020391ce0cae9f32909090c0"
+    "ea6470b5"
 )
 """The header of a message with `golden_payload`, and its checksum."""
 
@@ -150,7 +150,7 @@ GOLDEN_HEADER = bytes.fromhex(
 def test_the_bytes_of_a_message_do_not_change_by_accident() -> None:
     """A change here is a change of the format: raise `PROTOCOL`, then renew these bytes."""
     parts = encoded(golden_payload())
-    assert m.PROTOCOL == 3
+    assert m.PROTOCOL == 4
     assert parts[0].hex(" ") == GOLDEN_HEADER.hex(" ")
     tensors = [
         "010000000200000003000000",
@@ -180,7 +180,7 @@ def set_field(index: int, value: Any) -> Callable[[list[Any]], None]:
     ("change", "says"),
     [
         (set_field(0, "other"), "another program"),
-        (set_field(1, m.PROTOCOL + 1), "protocol 4, this side speaks 3"),
+        (set_field(1, m.PROTOCOL + 1), "protocol 5, this side speaks 4"),
         (set_field(2, "run-2"), "another run"),
         (set_field(2, "x" * 10_000), "another run"),
         (set_field(8, []), "1 frames, 0 checksums"),

@@ -17,8 +17,9 @@ from typing import NamedTuple
 from zbgrpo import failpoints
 from zbgrpo.errors import PeerLostError, ProtocolError
 from zbgrpo.observe.clockoffset import ClockOffset
+from zbgrpo.transport.lane import LaneSender, offer_lane
 from zbgrpo.transport.link import Link
-from zbgrpo.transport.messages import Abort, Goodbye, Message, Progress
+from zbgrpo.transport.messages import Abort, Goodbye, LaneOpen, Message, Progress
 from zbgrpo.transport.sockets import Address, Dealer
 from zbgrpo.transport.wire import Buffer, Item, Sender, decode, encode, together, with_frames
 
@@ -26,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 ACKNOWLEDGE_SECONDS = 0.002
 """How long an acknowledgement waits for a message that it can ride on."""
+
+TURN_SECONDS = 0.0005
+"""For how long messages are taken before those that they have led to are sent. With more, the processes on the way of a
+group take turns instead of working at the same time; with less, everything costs a message of its own."""
 
 _LOOK_SECONDS = 0.2  # between two looks whether there is a connection
 GONE_SECONDS = 10.0
@@ -52,8 +57,13 @@ class Received(NamedTuple):
 class Channel:
     """See the module's text. Messages of the types in `route` go to queues of their own, the others to `receive`."""
 
-    def __init__(self, address: Address, sender: Sender, timing: Timing, max_message_bytes: int) -> None:
+    def __init__(
+        self, address: Address, sender: Sender, timing: Timing, max_message_bytes: int, *, sends_groups: bool = False
+    ) -> None:
+        """`sends_groups`: offer the other side a lane for them, if it may be on this machine."""
         self._address, self._sender, self._timing = address, sender, timing
+        self._lane: LaneSender | None = None
+        self._wants_lane = sends_groups and address.is_local
         self._max_message_bytes = max_message_bytes
         self._outbox: deque[Item] = deque()
         self._inbox: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
@@ -97,6 +107,9 @@ class Channel:
 
     def start(self) -> Channel:
         """Start the thread; routes must be set before."""
+        if self._wants_lane and (lane := offer_lane(self._sender.name)) is not None:
+            self._lane = lane
+            self._outbox.appendleft(Item([lane.offer()], ()))
         self._thread.start()
         self._started.wait(self._timing.peer_timeout_seconds)
         return self
@@ -180,6 +193,8 @@ class Channel:
             self._started.set()
             if self._dealer is not None:
                 self._dealer.close()
+            if self._lane is not None:
+                self._lane.close()
 
     def _serve(self, dealer: Dealer) -> None:
         heard = alive = connected = time.monotonic()
@@ -193,9 +208,12 @@ class Channel:
             dealer.wait(timeout, or_writable=blocked)
             self._waiting = False
             now = time.monotonic()
+            until = now + TURN_SECONDS
             while (parts := dealer.receive()) is not None:
                 if self._arrived(parts, now):
                     heard = now
+                if time.monotonic() > until:
+                    break
             if now - alive >= self._timing.heartbeat_seconds or (owes and self._link.must_acknowledge):
                 alive = now
                 self._link.must_acknowledge = False
@@ -223,8 +241,13 @@ class Channel:
         would be lost, and sent again only much later."""
         while self._outbox:
             number, item = together(self._outbox.copy())  # others add to it meanwhile
-            parts = encode(self._sender, self._link.next_sequence, self._link.received, *item)
+            record = None
+            if self._lane is not None and item.frames:
+                record = self._lane.place(self._link.next_sequence, item.frames)
+            parts = encode(self._sender, self._link.next_sequence, self._link.received, *item, record=record)
             if not dealer.send([*parts[:-1], failpoints.damaged("wire.send", parts[-1])]):
+                if self._lane is not None and record is not None:
+                    self._lane.take_back()
                 return False
             self._link.sent(parts, time.monotonic())
             for _ in range(number):
@@ -237,6 +260,8 @@ class Channel:
         if header.incarnation != self._sender.incarnation:
             return False
         self._link.acknowledged(header.acknowledged, now)
+        if self._lane is not None:
+            self._lane.acknowledged(header.acknowledged)
         if len(header.times) == 3:
             sent, received, answered = header.times
             self.hub_clock.add(sent, received, answered, now)
@@ -245,6 +270,9 @@ class Channel:
         for message, own_frames in with_frames(header, frames):
             if isinstance(message, Abort):
                 self._fail(PeerLostError(message.error, message.reported))
+            elif isinstance(message, LaneOpen):
+                if self._lane is not None:
+                    self._lane.opened()
             else:
                 self._routes.get(type(message), self._inbox.put)(Received(message, own_frames))
         return True

@@ -56,10 +56,14 @@ class Link(Generic[Item]):
             self._unacknowledged.popleft()
             self._oldest_sent_at = now
 
+    def expects(self, sequence: int) -> bool:
+        """Whether `accept` would deliver the message with this number."""
+        return sequence == self.received + 1
+
     def accept(self, sequence: int) -> bool:
         """Whether the message with this number is to be delivered now."""
         self.must_acknowledge = True
-        if sequence == self.received + 1:
+        if self.expects(sequence):
             self.received = sequence
             return True
         if sequence <= self.received:

@@ -14,7 +14,7 @@ from zbgrpo.ledger.evaluation import EvaluationLease, EvaluationResult
 from zbgrpo.ledger.records import Lease, PlanEntry
 from zbgrpo.transport.ring import Descriptor
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised with every change that an older peer would misread."""
 
 
@@ -43,6 +43,13 @@ class Hello(Struct, frozen=True, tag=True):
     rank: int
     node: int = 0
     dp_index: int = 0
+
+
+class Lane(Struct, frozen=True, tag=True):
+    """Producer -> hub, before everything else: memory through which frames may come; see `zbgrpo.transport.lane`."""
+
+    path: str
+    capacity_bytes: int
 
 
 class Want(Struct, frozen=True, tag=True):
@@ -179,6 +186,10 @@ class Goodbye(Struct, frozen=True, tag=True):
 # ------------------------------------------------------------------------------------------------ hub -> rank
 
 
+class LaneOpen(Struct, frozen=True, tag=True):
+    """Hub -> producer: frames may come through the memory that was offered."""
+
+
 class Leases(Struct, frozen=True, tag=True):
     """Hub -> producer."""
 
@@ -273,10 +284,10 @@ class Abort(Struct, frozen=True, tag=True):
 
 
 Message = Union[
-    Hello, Want, Applied, Groups, Filtered, Dropped, Returned, Evaluated, Trained, Committed, SnapshotRequest,
-    WeightsStart, BroadcastsDone, Release, TimeReport, Progress, StopRequest, Failed, Goodbye, Leases, EvaluationLeases,
-    ReleaseVersion, PlanFor, PlanRelay, LedgerState, StepReport, EvaluationRows, EvaluationDone, FinalReport,
-    Finished, Abort,
+    Hello, Lane, Want, Applied, Groups, Filtered, Dropped, Returned, Evaluated, Trained, Committed, SnapshotRequest,
+    WeightsStart, BroadcastsDone, Release, TimeReport, Progress, StopRequest, Failed, Goodbye, LaneOpen, Leases,
+    EvaluationLeases, ReleaseVersion, PlanFor, PlanRelay, LedgerState, StepReport, EvaluationRows, EvaluationDone,
+    FinalReport, Finished, Abort,
 ]  # fmt: skip
 
 
@@ -300,10 +311,12 @@ class Header(Struct, frozen=True, array_like=True):
     """With sequence 0 only, in seconds of the monotonic clock of whoever wrote it. Rank -> hub: [sent]. Hub -> rank:
     [sent, received, answered] of the rank's message that this answers; see `zbgrpo.observe.clockoffset`."""
     lengths: list[int] = field(default_factory=list)
-    """Bytes of each frame, when all of them lie one after the other in the part behind the header; empty when each is a
-    part of its own."""
+    """Bytes of each frame, when all of them lie one after the other in the part behind the header, or in `record`;
+    empty when each is a part of its own."""
     shares: list[tuple[int, int]] = field(default_factory=list)
     """[messages, frames] of each call of `send` whose messages travel together here; empty when it was one."""
+    record: Descriptor | None = None
+    """Where the frames are in the peer's lane, if they are not behind the header."""
 
 
 MAGIC = "zbgrpo"

@@ -8,15 +8,7 @@ flag before the bytes. A message through the kernel orders both, and the checksu
 from __future__ import annotations
 
 import collections
-import contextlib
-import errno
-import mmap
-import os
-import re
-import secrets
-import stat
 import struct
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Union
@@ -25,17 +17,16 @@ import msgspec
 from isal.isal_zlib import crc32
 
 from zbgrpo.errors import ProtocolError, ResourceError
+from zbgrpo.transport import ring_file
+from zbgrpo.transport.ring_file import Memory, RingFile
 
 ALIGNMENT_BYTES = 64
 """Records and the frames in them begin at multiples of this, a cache line."""
 
-_SHARED_MEMORY_FOLDER = "/dev/shm"
-_FILE_MAGIC = b"zbgring1"
 _RECORD_MAGIC = b"zbgrecd1"
-_FILE_HEADER = struct.Struct("<8sQ40x8s")  # magic, capacity, padding, magic again: 64 bytes
 _RECORD_HEADER = struct.Struct("<8sQQ40x")  # magic, sequence, length, padding: 64 bytes
 _ZEROS = bytes(ALIGNMENT_BYTES)
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
+_FIRST_READER = frozenset([0])
 
 Frame = Union[memoryview, bytes, bytearray]
 
@@ -95,7 +86,8 @@ class RingWriter:
 
     - The bytes of a record do not change until all its readers have released it.
     - Records lie one after the other in order of their sequence, each in one piece; a record that does not fit before
-      the end of the ring starts at its beginning.
+      the end of the ring starts at its beginning. So does one for which there is as much room there as all live records
+      take: a ring from which records are taken at once stays small, and in the processor's cache.
     - `used_bytes`, from the start of the oldest record that is not reclaimed to the end of the newest, never exceeds
       `capacity_bytes`. An empty ring starts at its beginning again, so it takes any record up to `capacity_bytes`.
     - All memory is reserved by `create`: no later write can fail for lack of memory. No call waits, and a call that
@@ -134,14 +126,14 @@ class RingWriter:
     One thread at a time may use it.
     """
 
-    def __init__(self, path: str, memory: mmap.mmap, capacity_bytes: int, num_readers: int) -> None:
-        """Use `create`."""
-        self.path = path
+    def __init__(self, file: RingFile, capacity_bytes: int, num_readers: int) -> None:
+        """Use `create` or `create_anonymous`."""
+        self.path = file.path
         self.capacity_bytes = capacity_bytes
         self._num_readers = num_readers
         self._all_readers = frozenset(range(num_readers))
-        self._memory = memory
-        self._view = memoryview(memory)
+        self._file = file
+        self._view = memoryview(file.memory)
         self._records: collections.deque[_Record] = collections.deque()
         self._next_sequence = 0
         self._end = 0  # position after the newest record
@@ -149,39 +141,20 @@ class RingWriter:
 
     @classmethod
     def create(cls, name_hint: str, capacity_bytes: int, num_readers: int) -> RingWriter:
-        """Create the file that holds the ring, reserve all its memory and map it.
+        """Create the file that holds the ring, reserve all its memory and map it; see `ring_file.create_named`.
 
-        The file is in /dev/shm (in the folder for temporary files where there is none), readable by this user only,
-        and its name is random: `name_hint` only helps a human. `capacity_bytes` is rounded up to a multiple of 64.
-        Raises `ResourceError`, with the number of bytes needed and free, when there is no room for it.
+        `capacity_bytes` is rounded up to a multiple of 64. Raises `ResourceError` when there is no room for it.
         """
         if capacity_bytes < 1 or num_readers < 1:
             raise ValueError(f"a ring needs bytes and readers, not {capacity_bytes} and {num_readers}")
-        folder = _SHARED_MEMORY_FOLDER if os.path.isdir(_SHARED_MEMORY_FOLDER) else tempfile.gettempdir()
         capacity_bytes = _aligned(capacity_bytes)
-        num_bytes = _FILE_HEADER.size + capacity_bytes
-        if _free_bytes(folder) < num_bytes:
-            raise _no_room(folder, num_bytes)
-        name = re.sub(r"[^A-Za-z0-9_-]", "_", name_hint)[:64]
-        path = os.path.join(folder, f"zbgrpo-{name}-{secrets.token_hex(8)}")
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        created = False
-        try:
-            # ftruncate would succeed on a full tmpfs, and the first write to a page without memory would then kill the
-            # process with SIGBUS. This fails instead.
-            os.posix_fallocate(descriptor, 0, num_bytes)
-            memory = mmap.mmap(descriptor, num_bytes)
-            memory[: _FILE_HEADER.size] = _FILE_HEADER.pack(_FILE_MAGIC, capacity_bytes, _FILE_MAGIC)
-            created = True
-        except OSError as error:
-            if error.errno in _NO_ROOM:
-                raise _no_room(folder, num_bytes) from error
-            raise
-        finally:
-            os.close(descriptor)
-            if not created:
-                os.unlink(path)
-        return cls(path, memory, capacity_bytes, num_readers)
+        return cls(ring_file.create_named(name_hint, capacity_bytes), capacity_bytes, num_readers)
+
+    @classmethod
+    def create_anonymous(cls, name_hint: str, capacity_bytes: int) -> RingWriter:
+        """The same for a single reader, in memory without a name; see `ring_file.create_anonymous`."""
+        capacity_bytes = _aligned(capacity_bytes)
+        return cls(ring_file.create_anonymous(name_hint, capacity_bytes), capacity_bytes, 1)
 
     @property
     def used_bytes(self) -> int:
@@ -211,14 +184,26 @@ class RingWriter:
     def try_write_content(self, content: Frame, crc: int, readers: frozenset[int]) -> Descriptor | None:
         """The same for a single frame of bytes whose crc32 is known: the descriptor carries it and
         `RingReader.read_content` checks it, so that it covers the whole way from whoever made the bytes."""
-        length = _RECORD_HEADER.size + _aligned(len(content))
+        return self._write_parts((content,), len(content), crc, readers)
+
+    def try_write_parts(self, parts: Sequence[Frame]) -> Descriptor | None:
+        """The same for frames of bytes that whoever reads them checks; one after the other, for reader 0."""
+        return self._write_parts(parts, sum(map(len, parts)), 0, _FIRST_READER)
+
+    def _write_parts(
+        self, parts: Sequence[Frame], num_bytes: int, crc: int, readers: frozenset[int]
+    ) -> Descriptor | None:
+        length = _RECORD_HEADER.size + _aligned(num_bytes)
         start = self._place(length, readers)
         if start is None:
             return None
-        begin = _FILE_HEADER.size + start % self.capacity_bytes
+        begin = ring_file.HEADER_BYTES + start % self.capacity_bytes
         _RECORD_HEADER.pack_into(self._view, begin, _RECORD_MAGIC, self._next_sequence, length)
         begin += _RECORD_HEADER.size
-        self._view[begin : begin + len(content)] = content
+        for part in parts:
+            end = begin + len(part)
+            self._view[begin:end] = part
+            begin = end
         return self._written(start, length, readers, crc)
 
     def _written(self, start: int, length: int, readers: frozenset[int], crc: int) -> Descriptor:
@@ -250,19 +235,18 @@ class RingWriter:
             self._end = 0
 
     def unlink(self) -> None:
-        """Remove the file's name, once every reader has attached. The memory lives as long as a process maps it.
+        """Nobody can attach any more, for every reader has. The memory lives as long as a process maps it.
 
         From here on nothing is left behind, however the processes end. Calling it again changes nothing.
         """
         if self._linked:
             self._linked = False
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path)
+            self._file.unname()
 
     def close(self) -> None:
         """Unmap the memory, and remove the name if `unlink` was not called. Calling it again changes nothing."""
         self._view.release()
-        self._memory.close()
+        self._file.memory.close()
         self.unlink()
 
     def _place(self, length: int, readers: frozenset[int]) -> int | None:
@@ -276,17 +260,22 @@ class RingWriter:
             )
         start = self._end
         room_before_end = self.capacity_bytes - start % self.capacity_bytes
-        if length > room_before_end:
-            start += room_before_end
         oldest = self._records[0].start if self._records else start
+        if length > room_before_end or self._is_free_before(oldest, max(length, start - oldest)):
+            start += room_before_end
         return start if start + length - oldest <= self.capacity_bytes else None
+
+    def _is_free_before(self, oldest: int, num_bytes: int) -> bool:
+        """Whether the live records lie in one piece, from `oldest` on, behind this much free space."""
+        offset = oldest % self.capacity_bytes
+        return offset >= num_bytes and offset + self._end - oldest < self.capacity_bytes
 
     def _copy(self, offset: int, header: bytes, frames: list[memoryview]) -> int:
         """Write header and padded frames at `offset`; returns the CRC-32 of all these bytes.
 
         The checksum is of the source, not of what is in the ring, so that it covers this copy as well.
         """
-        position = _FILE_HEADER.size + offset
+        position = ring_file.HEADER_BYTES + offset
         crc = 0
         for source in (memoryview(header), *frames):
             if source.nbytes == 0:  # an empty view cannot be cast
@@ -308,7 +297,7 @@ class RingReader:
     soon as `read` returns, and what was checked is what is used.
     """
 
-    def __init__(self, memory: mmap.mmap, capacity_bytes: int) -> None:
+    def __init__(self, memory: Memory, capacity_bytes: int) -> None:
         """Use `attach`."""
         self.capacity_bytes = capacity_bytes
         self._memory = memory
@@ -320,23 +309,12 @@ class RingReader:
 
         Raises `ProtocolError` when there is no such file or it is not such a ring.
         """
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            raise ProtocolError(f"cannot attach to the ring {path}: {error.strerror}") from error
-        try:
-            # The size comes first: touching a mapping beyond the end of its file is SIGBUS.
-            status = os.fstat(descriptor)
-            num_bytes = _FILE_HEADER.size + capacity_bytes
-            if not stat.S_ISREG(status.st_mode) or capacity_bytes < 1 or status.st_size != num_bytes:
-                raise ProtocolError(f"the ring {path} has {status.st_size} bytes, not {num_bytes}")
-            header = os.pread(descriptor, _FILE_HEADER.size, 0)
-            if header != _FILE_HEADER.pack(_FILE_MAGIC, capacity_bytes, _FILE_MAGIC):
-                raise ProtocolError(f"{path} is not a ring of {capacity_bytes} bytes")
-            memory = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_READ)
-        finally:
-            os.close(descriptor)
-        return cls(memory, capacity_bytes)
+        return cls(ring_file.map_named(path, capacity_bytes), capacity_bytes)
+
+    @classmethod
+    def attach_anonymous(cls, path: str, capacity_bytes: int) -> RingReader:
+        """The same for a ring of `create_anonymous`."""
+        return cls(ring_file.map_anonymous(path, capacity_bytes), capacity_bytes)
 
     def read(self, descriptor: Descriptor) -> memoryview:
         """A copy of the record, its header included, which the caller owns and may write to; see `split_frames`.
@@ -356,22 +334,33 @@ class RingReader:
 
         Raises `ProtocolError` as `read` does, and when a record of that content would not have the size of this one.
         """
-        if _RECORD_HEADER.size + _aligned(num_bytes) != descriptor.length:
-            raise ProtocolError(f"a ring record of {descriptor.length} bytes cannot hold frames of [{num_bytes}] bytes")
+        (content,) = self.read_parts(descriptor, [num_bytes])
+        if crc32(content) != descriptor.crc:
+            raise _corrupt(descriptor, "or was changed on its way: its checksum does not match")
+        return content
+
+    def read_parts(self, descriptor: Descriptor, lengths: Sequence[int]) -> list[memoryview]:
+        """Copies of the frames of `RingWriter.try_write_parts`, which have these lengths. That they are whole is for
+        the caller to check; raises `ProtocolError` for everything else, as `read_content` does."""
+        if min(lengths, default=-1) < 0 or _RECORD_HEADER.size + _aligned(sum(lengths)) != descriptor.length:
+            raise ProtocolError(
+                f"a ring record of {descriptor.length} bytes cannot hold frames of {lengths[:16]} bytes"
+            )
         begin = self._begin(descriptor)
         self._check(self._view, begin, descriptor)
         begin += _RECORD_HEADER.size
-        content = bytearray(self._view[begin : begin + num_bytes])
-        if crc32(content) != descriptor.crc:
-            raise _corrupt(descriptor, "or was changed on its way: its checksum does not match")
-        return memoryview(content)
+        parts = []
+        for length in lengths:
+            parts.append(memoryview(bytearray(self._view[begin : begin + length])))
+            begin += length
+        return parts
 
     def _begin(self, descriptor: Descriptor) -> int:
         """Where in the file a record is, which must be inside the ring."""
         offset, end = descriptor.offset, descriptor.offset + descriptor.length
         if offset < 0 or descriptor.length < _RECORD_HEADER.size or end > self.capacity_bytes:
             raise _corrupt(descriptor, f"bytes {offset} to {end} of a ring of {self.capacity_bytes}")
-        return _FILE_HEADER.size + offset
+        return ring_file.HEADER_BYTES + offset
 
     def _check(self, buffer: bytearray | memoryview, begin: int, descriptor: Descriptor) -> None:
         magic, found_sequence, found_length = _RECORD_HEADER.unpack_from(buffer, begin)
@@ -386,15 +375,3 @@ class RingReader:
 
 def _corrupt(descriptor: Descriptor, why: str) -> ProtocolError:
     return ProtocolError(f"ring record {descriptor.sequence} is corrupt: {why}")
-
-
-def _free_bytes(folder: str) -> int:
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
-
-
-def _no_room(folder: str, num_bytes: int) -> ResourceError:
-    return ResourceError(
-        f"{folder} has {_free_bytes(folder)} bytes free, but the ring of this node needs {num_bytes}: enlarge it "
-        f"(containers: --shm-size), remove what others left there, or set transport.ring_bytes to less"
-    )

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 from zbgrpo import failpoints
 from zbgrpo.errors import ProtocolError
-from zbgrpo.transport.channel import ACKNOWLEDGE_SECONDS, GONE_SECONDS, Timing
+from zbgrpo.transport.channel import ACKNOWLEDGE_SECONDS, GONE_SECONDS, TURN_SECONDS, Timing
+from zbgrpo.transport.lane import LaneReceiver, open_lane
 from zbgrpo.transport.link import Link
-from zbgrpo.transport.messages import Goodbye, Hello, Message, Progress
+from zbgrpo.transport.messages import Goodbye, Hello, Lane, LaneOpen, Message, Progress
 from zbgrpo.transport.sockets import Keys, Router
-from zbgrpo.transport.wire import Buffer, Item, Sender, decode, encode, together, with_frames
+from zbgrpo.transport.wire import Buffer, Item, Sender, decode_frames, decode_header, encode, together, with_frames
 
 _LINGER_SECONDS = 1.0
 _SUSPICION_SECONDS = 1.0  # without a connection, when somebody is known to be gone
@@ -41,6 +42,7 @@ class Peer:
     """When an acknowledgement that is not sent yet became due."""
     asked: tuple[float, ...] = ()
     """When its last question for the time was sent, by its clock, and received, by ours; empty once it is answered."""
+    lane: LaneReceiver | None = None
 
 
 class Server:
@@ -61,6 +63,7 @@ class Server:
         self._timing = timing
         self._router = Router(host, max_message_bytes, keys)
         self.address = self._router.address
+        self._is_local = host is None
         self.peers: dict[str, Peer] = {}
         self._owes = False
         self.refused = 0
@@ -75,6 +78,7 @@ class Server:
         self.flush()
         if not self._router.wait(min(timeout_seconds, ACKNOWLEDGE_SECONDS) if self._owes else timeout_seconds):
             return arrived
+        until = time.monotonic() + TURN_SECONDS
         while len(arrived) < limit and (received := self._router.receive()) is not None:
             name, parts = received
             parts[-1] = memoryview(failpoints.damaged("wire.receive", parts[-1]))
@@ -83,21 +87,29 @@ class Server:
             except ProtocolError as error:
                 self.refused += 1
                 self.last_refusal = str(error)
+            if time.monotonic() > until:
+                break
         return arrived
 
     def _accept(self, name: bytes, parts: list[memoryview]) -> list[tuple[str, Message, Sequence[memoryview]]]:
-        header, frames = decode(parts, self._sender.run_id)
+        header = decode_header(parts, self._sender.run_id)
         if header.sender.encode() != name:
             raise ProtocolError("a peer uses another peer's name")
         if self._expected is not None and header.sender not in self._expected:
             raise ProtocolError(f"there is no peer {header.sender[:64]!r} in this run")
         now = time.monotonic()
         peer = self.peers.get(header.sender)
+        if peer is not None and header.incarnation < peer.incarnation:
+            raise ProtocolError(f"message of an earlier start of {header.sender}")
+        frames: list[memoryview] = []
         if peer is None or header.incarnation > peer.incarnation:
+            frames = decode_frames(header, parts)
+            self._close_lane(peer)
             peer = Peer(header.sender, header.incarnation, Link(self._timing.resend_seconds), now, now)
             self.peers[header.sender] = peer
-        elif header.incarnation < peer.incarnation:
-            raise ProtocolError(f"message of an earlier start of {header.sender}")
+        elif peer.link.expects(header.sequence):
+            # One that has come before is not looked at again: its frames may have left the lane.
+            frames = decode_frames(header, parts, None if peer.lane is None else peer.lane.frames)
         peer.heard, peer.unreachable_since = now, None
         peer.link.acknowledged(header.acknowledged, now)
         if len(header.times) == 1:
@@ -111,7 +123,22 @@ class Server:
             return []
         peer.introduced = peer.introduced or any(isinstance(m, Hello) for m in header.messages)
         peer.left = peer.left or any(isinstance(m, Goodbye) for m in header.messages)
-        return [(peer.name, message, own_frames) for message, own_frames in with_frames(header, frames)]
+        arrived = [(peer.name, message, own_frames) for message, own_frames in with_frames(header, frames)]
+        if isinstance(offered := header.messages[0] if header.messages else None, Lane):
+            self._open_lane(peer, offered)
+            del arrived[0]
+        return arrived
+
+    def _open_lane(self, peer: Peer, offered: Lane) -> None:
+        """Only what comes through a socket of this user's own folder names files of this machine."""
+        if peer.lane is None and self._is_local and (lane := open_lane(offered)) is not None:
+            peer.lane = lane
+            peer.outbox.append(Item([LaneOpen()], ()))
+
+    def _close_lane(self, peer: Peer | None) -> None:
+        if peer is not None and peer.lane is not None:
+            peer.lane.close()
+            peer.lane = None
 
     def send(self, name: str, *messages: Message, frames: Sequence[Buffer] = ()) -> None:
         """Send to a peer that has said hello, at the end of the turn; sent again until it acknowledges."""
@@ -212,6 +239,8 @@ class Server:
             self.poll(0.005)
             leaving = [peer for peer in leaving if self._keep_alive(peer)]
         self._router.close(_LINGER_SECONDS)
+        for peer in self.peers.values():
+            self._close_lane(peer)
 
     def _keep_alive(self, peer: Peer) -> bool:
         """Acknowledge what has arrived, answer what time it is; whether the peer is still connected."""

@@ -53,6 +53,11 @@ class Address:
     client_public: str = ""
     client_secret: str = ""
 
+    @property
+    def is_local(self) -> bool:
+        """Whether only processes of this machine can reach it."""
+        return self.endpoint.startswith("ipc://")
+
 
 class _AllowList:
     """Credentials provider of pyzmq: lets in the run's own key."""

@@ -16,7 +16,7 @@ with integers before anything is allocated. Anything else is a `ProtocolError`, 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from isal.isal_zlib import crc32
 
 from zbgrpo.errors import ProtocolError
 from zbgrpo.transport.messages import MAGIC, PROTOCOL, GroupHeader, Groups, Header, Message, PlanRelay
+from zbgrpo.transport.ring import Descriptor
 from zbgrpo.types import PAYLOAD_DTYPES, GroupPayload, Uid
 
 Buffer = bytes | bytearray | memoryview
@@ -93,19 +94,24 @@ def encode(
     frames: Sequence[Buffer] = (),
     shares: Sequence[tuple[int, int]] = (),
     times: Sequence[float] = (),
+    record: Descriptor | None = None,
 ) -> list[Buffer]:
     """All parts of a multipart message; raises `ProtocolError` when the other side would refuse its header.
 
-    The frames of a message with groups are those of its groups, whose checksums are not computed again.
+    The frames of a message with groups are those of its groups, whose checksums are not computed again. `record`: where
+    they have been put, if they are not to be parts of the message.
     """
     crcs = _known_crcs(messages, len(frames)) or [crc32(frame) for frame in frames]
     lengths: list[int] = []
-    if len(frames) > 1 and sum(sizes := [len(frame) for frame in frames]) <= _JOINED_BYTES:
+    if record is not None:
+        lengths, frames = [len(frame) for frame in frames], ()
+    elif len(frames) > 1 and sum(sizes := [len(frame) for frame in frames]) <= _JOINED_BYTES:
         # One copy more, which costs less than what the sockets do for every part.
         lengths, frames = sizes, [b"".join(frames)]
     fields = Header(
-        MAGIC, PROTOCOL, *sender, sequence, acknowledged, list(messages), crcs, list(times), lengths, list(shares)
-    )
+        MAGIC, PROTOCOL, *sender, sequence, acknowledged, list(messages), crcs, list(times), lengths,
+        list(shares), record,
+    )  # fmt: skip
     content = _encoder.encode(fields)
     header = content + crc32(content).to_bytes(_CRC_BYTES, "little")
     if len(header) > MAX_HEADER_BYTES:
@@ -115,6 +121,12 @@ def encode(
 
 def decode(parts: Sequence[Buffer], run_id: str) -> tuple[Header, list[memoryview]]:
     """Header and frames of a multipart message, checked; raises `ProtocolError`."""
+    header = decode_header(parts, run_id)
+    return header, decode_frames(header, parts)
+
+
+def decode_header(parts: Sequence[Buffer], run_id: str) -> Header:
+    """The header of a multipart message, checked; raises `ProtocolError`."""
     if not parts or len(parts[0]) > MAX_HEADER_BYTES:
         raise ProtocolError("message without a header, or with one that is too long")
     content, checksum = memoryview(parts[0])[:-_CRC_BYTES], parts[0][-_CRC_BYTES:]
@@ -130,8 +142,22 @@ def decode(parts: Sequence[Buffer], run_id: str) -> tuple[Header, list[memoryvie
         raise ProtocolError(f"protocol {header.protocol}, this side speaks {PROTOCOL}: use one version on all nodes")
     if header.run_id != run_id:
         raise ProtocolError(f"message of another run ({header.run_id[:64]!r})")
+    return header
+
+
+def decode_frames(
+    header: Header,
+    parts: Sequence[Buffer],
+    in_lane: Callable[[Descriptor, Sequence[int]], list[memoryview]] | None = None,
+) -> list[memoryview]:
+    """The frames of a message of this header, checked; raises `ProtocolError`. `in_lane`: takes them out of the peer's
+    lane, if it has one."""
     frames = [memoryview(part) for part in parts[1:]]
-    if header.lengths:
+    if header.record is not None:
+        if in_lane is None or frames:
+            raise ProtocolError(f"{header.sender} has no lane, or does not use it")
+        frames = in_lane(header.record, header.lengths)
+    elif header.lengths:
         frames = _separated(frames, header.lengths)
     if len(frames) != len(header.crcs):
         raise ProtocolError(f"{len(frames)} frames, {len(header.crcs)} checksums")
@@ -140,7 +166,7 @@ def decode(parts: Sequence[Buffer], run_id: str) -> tuple[Header, list[memoryvie
     for number, (frame, crc) in enumerate(zip(frames, header.crcs, strict=True)):
         if crc32(frame) != crc:
             raise ProtocolError(f"frame {number} of message {header.sequence} from {header.sender} is corrupt")
-    return header, frames
+    return frames
 
 
 def _separated(parts: Sequence[memoryview], lengths: Sequence[int]) -> list[memoryview]:
