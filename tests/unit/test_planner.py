@@ -20,7 +20,9 @@ from zbgrpo import cli
 from zbgrpo.config.load import dump_yaml, load_config, load_yaml
 from zbgrpo.errors import ConfigError, RunFolderError
 from zbgrpo.observe.decoding import DecodeStatistics
+from zbgrpo.planner.events import Clock
 from zbgrpo.planner.measure import measure
+from zbgrpo.planner.producer import Group, SimulatedProducer
 from zbgrpo.planner.rates import (
     DecodeRates,
     LengthRates,
@@ -101,6 +103,32 @@ def test_every_cost_of_a_decode_step_is_in_it() -> None:
     figures = simulate(scenario)
     assert figures.step_seconds == pytest.approx(2 * batch, rel=0.01)
     assert bound(scenario).generated == pytest.approx(8 / (2 * batch), rel=0.001)
+
+
+class SilentHub:
+    def wants(self, time: float, producer: int, num_leases: int, received: int) -> None: ...
+
+    def has_applied(self, time: float, producer: int, version: int) -> None: ...
+
+    def has_completed(self, time: float, group: Group) -> None: ...
+
+
+@pytest.mark.parametrize(("arrival", "started_in_step"), [(0.005, 1), (0.03, 1), (0.065, 2)])
+def test_a_lease_that_comes_while_the_loop_works_on_responses_is_in_the_next_step(
+    arrival: float, started_in_step: int
+) -> None:
+    """The first step ends after 0.01 s with seven responses, on which the loop works for 0.049 s."""
+    decode = DecodeRates(step_seconds=0.01, response_seconds=0.007)
+    clock = Clock()
+    producer = SimulatedProducer(0, one_by_one(rates(decode=decode)), clock, SilentHub())
+    first, second = (Group(n, 0, lengths, False, unfinished=8) for n, lengths in enumerate(([2] * 7 + [50], [5] * 8)))
+    clock.at(0.0, producer.take, [first])
+    clock.at(arrival, producer.take, [second])
+    while len(second.starts) < 8:
+        assert clock.step()
+    assert second.starts == [started_in_step] * 8
+    # Whenever it comes, the loop's time is spent before the next step begins.
+    assert clock.now == pytest.approx({1: 0.01 + 0.049, 2: 0.01 + 0.049 + 0.01}[started_in_step])
 
 
 def test_every_cost_of_a_training_step_is_in_it() -> None:
@@ -305,7 +333,7 @@ def log_folder(folder: Path, num_steps: int = 30) -> Path:
     generator, clock = random.Random(5), 1000.0
     producer = dict.fromkeys(("busy", "starved", "blocked_on_weights"), 0.0)
     consumer = dict.fromkeys(("busy", "starved", "blocked_on_weights"), 0.0)
-    statistics = DecodeStatistics()
+    statistics, now = DecodeStatistics(), 0.0
     for step in range(num_steps):
         for _ in range(40):
             occupied, started, finished = (
@@ -315,11 +343,16 @@ def log_folder(folder: Path, num_steps: int = 30) -> Path:
             )
             seconds = TRUE.step_seconds + TRUE.slot_seconds * occupied + TRUE.finish_seconds * finished
             seconds += (started > 0) * TRUE.prompt_step_seconds + started * TRUE.prompt_seconds / 8
-            statistics.add(occupied=occupied, started=started, finished=finished, seconds=seconds)
-            producer["busy"] += seconds * occupied / 32 + TRUE.loop_seconds + TRUE.response_seconds * finished
+            statistics.add(occupied=occupied, started=started, finished=finished, begun=now, ended=now + seconds)
+            scored = generator.choice((0, 0, 8))
+            statistics.scored(scored)
+            loop = TRUE.loop_seconds + 0.0005 * finished + 0.0002 * scored
+            now += seconds + loop
+            producer["busy"] += seconds * occupied / 32 + loop
             producer["starved"] += seconds * (1 - occupied / 32)
+        rows, turns = statistics.take()
         logs["rank-1"].append({"kind": "decode", "version": step, "slots": 32, "times": dict(producer),
-                               "rows": statistics.take(), "time": clock})  # fmt: skip
+                               "rows": rows, "turns": turns, "time": clock})  # fmt: skip
         for lease in range(4 * step, 4 * step + 4):
             lengths = [generator.randint(5, 50) for _ in range(8)]
             logs["rank-1"].append({"kind": "sent", "lease": lease, "time": clock, "lengths": lengths,
@@ -340,7 +373,7 @@ def log_folder(folder: Path, num_steps: int = 30) -> Path:
         producer["blocked_on_weights"] += 0.0625
         logs["rank-1"].append({"kind": "applied", "version": step + 1})
     logs["rank-1"].append({"kind": "decode", "version": num_steps, "slots": 32, "times": dict(producer), "rows": [],
-                           "time": clock + 3.0})  # fmt: skip
+                           "turns": [], "time": clock + 3.0})  # fmt: skip
     logs["hub"].append({"kind": "plan", "entry": "end"})
     for name, lines in logs.items():
         (folder / "events" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

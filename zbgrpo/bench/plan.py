@@ -1,18 +1,18 @@
 """What the planner predicts, against real runs: `zbgrpo bench plan [FOLDER] [--rounds N]`.
 
-Rates are measured in a short run of the quickstart's task. With them the simulation of `zbgrpo plan` predicts step time
-and bubble of another, longer run, and then that is run. Three of those, each with a measuring run of its own before it:
+Rates are measured in short runs of the quickstart's task. With them the simulation of `zbgrpo plan` predicts step time
+and bubble of another run. Three of those, each with a measuring run before it and one behind it, whose predictions are
+averaged, so that a machine that gets faster or slower meanwhile counts for less:
 
     synchronous          --max-staleness 0: generation and training take turns
     balanced             --max-staleness 2: both work nearly all the time
     generation-limited   a twenty-fourth of the decode slots, so that training waits
 
-None of them has the batch sizes of its measuring run, but its decode slots, as `zbgrpo plan` advises: what a step costs
-bends with them. The measuring runs are synchronous, so that slots are full and nearly empty in every step, and their
-rounds are larger than their slots, so that prompts are computed many at a time and few. Each rank has a core of its own
-(the consumer's holds the hub too, the producer's its reward workers). A round is three such pairs; errors are the
-medians over the rounds, with least and largest beside them. A real step is the mean time between two commits; a real
-bubble is that of summary.json, of the whole run.
+None of them has as many groups per step as its measuring runs, which have its decode slots and its staleness, as
+`zbgrpo plan` advises: what a decode step costs bends with the slots, and generation and training, which share memory
+here, slow each other down. Each rank has a core of its own (the consumer's holds the hub too, the producer's its reward
+workers). A round is three such triples; errors are the medians over the rounds, with least and largest beside them. A
+real step is the mean time between two commits; a real bubble is that of summary.json, of the whole run.
 
 A prediction is as good as its rates are still true when it is checked: other load on the machine, which makes one run
 slower than the one before it, counts as error. `drift` says how much: by how much a token of training was slower in the
@@ -43,9 +43,9 @@ from zbgrpo.topology.env import usable_cores
 
 NUM_ROUNDS = 3
 MEASURING = {
-    "synchronous": "-imbs 16 -ibs 16 -tbs 20 -tMbs 10 --max-staleness 0 --max-steps 100",
-    "balanced": "-imbs 48 -ibs 48 -tbs 56 -tMbs 28 --max-staleness 0 --max-steps 40",
-    "generation-limited": "-imbs 2 -ibs 2 -tbs 8 -tMbs 8 --max-staleness 0 --max-steps 100",
+    "synchronous": "-imbs 16 -ibs 16 -tbs 48 -tMbs 16 --max-staleness 0 --max-steps 50",
+    "balanced": "-imbs 48 -ibs 48 -tbs 48 -tMbs 24 --max-staleness 2 --max-steps 60",
+    "generation-limited": "-imbs 2 -ibs 8 -tbs 16 -tMbs 8 --max-staleness 2 --max-steps 60",
 }
 CONFIGURATIONS = {
     "synchronous": "-imbs 16 -ibs 16 -tbs 32 -tMbs 16 --max-staleness 0 --max-steps 80",
@@ -139,16 +139,16 @@ def scenario_of(config: RunConfig, rates: Rates) -> Scenario:
     )
 
 
-def compare(measuring: Measured, log_dir: Path) -> Comparison:
-    """The prediction for a run that has been made, and what it was."""
+def compare(measuring: Sequence[Measured], log_dir: Path) -> Comparison:
+    """The prediction for a run that has been made, the mean of those from each measuring run, and what it was."""
     found = measure(log_dir)
     commits = [event["time"] for event in iter_events(log_dir / "events" / "rank-0.jsonl") if event["kind"] == "commit"]
     bubble = json.loads((log_dir / "summary.json").read_text(encoding="utf-8"))["bubble"]
     real = Observed((commits[-1] - commits[0]) / (len(commits) - 1), bubble["consumers"], bubble["producers"])
-    predicted = simulate(scenario_of(found.config, measuring.rates))
+    predicted = [_observed(simulate(scenario_of(found.config, each.rates))) for each in measuring]
     own = simulate(scenario_of(found.config, found.rates))
-    drift = _seconds_per_token(found) / _seconds_per_token(measuring) - 1
-    return Comparison(_observed(predicted), real, _observed(own), drift)
+    drift = _seconds_per_token(found) / mean(map(_seconds_per_token, measuring)) - 1
+    return Comparison(Observed(*map(mean, zip(*predicted, strict=True))), real, _observed(own), drift)
 
 
 def _observed(figures: Figures) -> Observed:
@@ -174,8 +174,10 @@ def measure_all(folder: Path, num_rounds: int) -> dict[str, Any]:
     loads = []
     for _ in range(num_rounds):
         for name, flags in CONFIGURATIONS.items():
-            measuring = measure(run(folder, "measuring", MEASURING[name], cores))
-            found[name].append(compare(measuring, run(folder, name, flags, cores)))
+            before = measure(run(folder, "measuring", MEASURING[name], cores))
+            predicted = run(folder, name, flags, cores)
+            after = measure(run(folder, "measuring", MEASURING[name], cores))
+            found[name].append(compare([before, after], predicted))
         loads.append(load_average())
     return report(found) | {"load_average": loads, "core_of_rank": list(cores)}
 

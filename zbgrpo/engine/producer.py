@@ -102,7 +102,9 @@ class Producer:
         idle = not self.backend.num_active and not self.backend.num_unstarted and not self.work
         if not idle:
             self._handle_all(0.0)
-        elif self.subscriber.applied_version < 0:
+            return
+        self.decoding.pause()
+        if self.subscriber.applied_version < 0:
             with self.time.phase(phases.STARTUP):
                 self._handle_all(_IDLE_SECONDS)
         else:
@@ -181,6 +183,7 @@ class Producer:
                 digests = self.backend.weights_changed(applied.version)
                 if digests:
                     self.events.append("worker_digests", version=applied.version, digests=digests)
+        self.decoding.pause()
         if applied is not None:
             self.hold = applied.version if applied.keep else None
             if applied.keep:
@@ -208,6 +211,7 @@ class Producer:
         occupied = min(num_slots, self.backend.num_active + self.backend.num_unstarted)
         self.trace.counter("slots in use", occupied)
         if not occupied:
+            self.decoding.pause()
             return []
         failpoints.fire("generate.step")
         self.profiler.advance(self.subscriber.applied_version)
@@ -219,7 +223,8 @@ class Producer:
             occupied=occupied,
             started=unstarted - self.backend.num_unstarted,
             finished=len(responses),
-            seconds=time.monotonic() - begun,
+            begun=begun,
+            ended=time.monotonic(),
         )
         return responses
 
@@ -255,6 +260,7 @@ class Producer:
     def _send_scored(self) -> None:
         only_waiting = not self.backend.num_active and not self.backend.num_unstarted and bool(self.work)
         if only_waiting:
+            self.decoding.pause()
             with self.time.phase(phases.EVAL if self.hold is not None else phases.STARVED):
                 scored = self.pool.poll(_IDLE_SECONDS)
         else:
@@ -264,6 +270,7 @@ class Producer:
         for key, outcomes in scored:
             self.trace.end("reward", key)
             work = self.work.pop(key)
+            self.decoding.scored(len(outcomes))
             if isinstance(work.lease, EvaluationLease):
                 self._send_evaluation(work, outcomes)
             elif (ready := self._judge(work, work.lease, outcomes)) is not None:
@@ -381,10 +388,6 @@ class Producer:
         self._reported_at, seconds = time.monotonic(), self.time.snapshot()
         self.channel.send(m.TimeReport(seconds))
         times = {name: round(value, 6) for name, value in seconds.items()}
-        self.events.append(
-            "decode",
-            version=self.subscriber.applied_version,
-            slots=self.backend.num_slots,
-            times=times,
-            rows=self.decoding.take(),
-        )
+        version, slots = self.subscriber.applied_version, self.backend.num_slots
+        rows, turns = self.decoding.take()
+        self.events.append("decode", version=version, slots=slots, times=times, rows=rows, turns=turns)

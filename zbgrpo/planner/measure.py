@@ -2,14 +2,16 @@
 
 What is read, beside config.yaml:
 
-- `decode` lines of producers: sums over decode steps, to which the cost of a step is fitted;
+- `decode` lines of producers: sums over decode steps, and over turns of the loop between them, to which the cost of a
+  step and of a response is fitted;
 - `sent` and `filtered` lines of producers: lengths, scoring time;
 - `minibatch` and `commit` lines of consumers: training time, accounts of their time;
 - `published` lines of the source, `applied` lines of producers, `buffered` lines of the hub.
 
 The first versions are left out, since whatever runs for the first time takes longer. A step's own cost and that of a
-slot can only be told apart if the slots were not always equally full: the run with which one measures should not be the
-best one. With `--max-staleness 0` they are full and nearly empty in every step.
+slot can only be told apart if the slots were not always equally full: with `--max-staleness 0` they are full and nearly
+empty in every step. But where generation and training share memory, both are slower while the other one works, and only
+a run that is as asynchronous as the planned one measures that.
 """
 
 from __future__ import annotations
@@ -127,21 +129,16 @@ def _read(path: Path) -> Iterator[Event]:
 
 def _decode_rates(logs: _Logs, generations: int) -> DecodeRates:
     steps: list[list[float]] = []
-    loops: list[list[float]] = []
+    turns: list[list[float]] = []
     for rank in logs.ranks:
         for event in logs.steps(rank, "decode"):
             for num, occupied, started, finished, seconds, _ in event["rows"]:
                 steps.append([num, occupied, num if started else 0, started, finished, seconds])
-        for passed, event in logs.intervals(rank, "decode"):
-            rows = np.array(event["rows"]).reshape(-1, 6)
-            if len(rows) and not passed.get("eval"):
-                # What is busy and not in a decode step, which is busy by its occupied slots.
-                rest = passed["busy"] - rows[:, 5].sum() / event["slots"]
-                loops.append([rows[:, 0].sum(), rows[:, 3].sum(), rest])
+            turns += event["turns"]
     if not steps:
         raise RunFolderError("no decode steps behind the first versions: measure with a longer run")
     step, slots, (prompt_step, start, finish) = _fit_bent(steps)
-    loop, response = _fit(loops) if loops else (0.0, 0.0)
+    loop, finished, scored = _fit(turns) if turns else (0.0, 0.0, 0.0)
     return DecodeRates(
         step_seconds=step,
         slot_seconds=slots[0][1],
@@ -149,7 +146,7 @@ def _decode_rates(logs: _Logs, generations: int) -> DecodeRates:
         prompt_step_seconds=prompt_step,
         prompt_seconds=start * generations,
         finish_seconds=finish,
-        response_seconds=response,
+        response_seconds=finished + scored,
         loop_seconds=loop,
     )
 

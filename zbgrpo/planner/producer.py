@@ -65,6 +65,7 @@ class SimulatedProducer:
         self._step = 0  # decode steps done
         self._plan = 0  # number of the turn that is planned; an older one is void
         self._turn_at = math.inf
+        self._is_busy = False  # with responses that have ended, between two steps
         # The stretch since the last turn: when its first step ends, and how long each further one takes.
         self._first_end = self._period = 0.0
         self._starved_rate = 1.0
@@ -95,6 +96,8 @@ class SimulatedProducer:
 
     def _wake(self, time: float) -> None:
         """Have a turn at the end of the step that is running at `time`."""
+        if self._is_busy:
+            return
         if self._active:
             time = max(time, self._clock.now)
             if time <= self._first_end:
@@ -118,6 +121,11 @@ class SimulatedProducer:
         self.settle(time)
         num_finished, completed = self._finish_responses(time)
         time = self._spend(time, num_finished * self._rates.decode.response_seconds)
+        self._is_busy = True  # what comes meanwhile is taken behind it, before the next step
+        self._clock.at(time, self._go_on, num_finished, completed)
+
+    def _go_on(self, num_finished: int, completed: list[Group]) -> None:
+        time, self._is_busy = self._clock.now, False
         for group in completed:
             self._hub.has_completed(time, group)
         self._take_leases()

@@ -9,8 +9,8 @@ What is modelled
   take no time;
 - consumers and weights (`consumer.py`): minibatches by their tokens, imbalance at the commit, one version on its way.
 
-What is not: evaluation, saving on the way, errors, stragglers among equal ranks, and that lengths or accuracies change
-while the model learns.
+What is not: evaluation, saving on the way, errors, stragglers among equal ranks, that generation and training slow each
+other down where they share memory, and that lengths or accuracies change while the model learns.
 """
 
 from __future__ import annotations
