@@ -210,20 +210,20 @@ def test_a_message_that_is_sent_again_has_the_same_record(ends: Ends, parts: lis
     assert ends.groups() == sent and set(parts) == {1}
 
 
-def test_a_duplicate_is_not_looked_for_in_the_lane(ends: Ends) -> None:
+def test_a_duplicate_is_not_looked_for_in_the_lane(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its frames may have left the lane, and others lie there."""
     channel = ends.with_lane()
     kept: list[list[Any]] = []
-    assert channel._dealer is not None
-    original = channel._dealer.send
-    channel._dealer.send = lambda parts: kept.append(parts) or original(parts)  # type: ignore[method-assign, func-returns-value]
+    sent = channel._link.sent
+    monkeypatch.setattr(channel._link, "sent", lambda item, now: (kept.append(item), sent(item, now)))
     send(channel, frame(0))
     ends.serve(lambda: ends.groups() and channel.drained())
-    (message,) = [parts for parts in kept if wire.decode_header(parts, RUN).record is not None]
+    message = next(parts for parts in kept if wire.decode_header(parts, RUN).record is not None)
     send(channel, frame(1))
     ends.serve(lambda: len(ends.groups()) == 2 and channel.drained())
     before = ends.server.peers["producer:0"].link.duplicates
-    original(message)
+    late = [message]
+    monkeypatch.setattr(channel._link, "due", lambda now: [late.pop()] if late else [])
     ends.serve(lambda: ends.server.peers["producer:0"].link.duplicates > before)
     assert ends.server.refused == 0 and ends.groups() == [frame(0), frame(1)]
 
