@@ -6,6 +6,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from zbgrpo.errors import ProtocolError, ResourceError
 from zbgrpo.transport import lane, wire
 from zbgrpo.transport import messages as m
 from zbgrpo.transport.channel import Channel, Timing
-from zbgrpo.transport.lane import LaneReceiver, LaneSender, open_lane
+from zbgrpo.transport.lane import LaneReceiver, LaneSender, lane_or_none
 from zbgrpo.transport.ring import Descriptor, RingWriter
 from zbgrpo.transport.server import Server
 from zbgrpo.transport.wire import Sender
@@ -271,9 +272,9 @@ def test_nothing_but_a_lane_can_be_opened(tmp_path: Path) -> None:
         ("\0", 4096),
         ("/dev/zero", 4096),
     ):
-        assert open_lane(m.Lane(path, capacity)) is None, path
+        assert lane_or_none(partial(LaneReceiver, m.Lane(path, capacity))) is None, path
     ring.close()
-    assert open_lane(m.Lane(ring.path, 4096)) is None, "nobody can after the hub has"
+    assert lane_or_none(partial(LaneReceiver, m.Lane(ring.path, 4096))) is None, "nobody can after the hub has"
 
 
 def test_its_size_cannot_be_changed() -> None:

@@ -12,12 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from zbgrpo import failpoints
 from zbgrpo.errors import PeerLostError, ProtocolError
 from zbgrpo.observe.clockoffset import ClockOffset
-from zbgrpo.transport.lane import LaneSender, offer_lane
+from zbgrpo.transport.lane import LaneSender, lane_or_none
 from zbgrpo.transport.link import Link
 from zbgrpo.transport.messages import Abort, Goodbye, LaneOpen, Message, Progress
 from zbgrpo.transport.sockets import Address, Dealer
@@ -107,7 +108,7 @@ class Channel:
 
     def start(self) -> Channel:
         """Start the thread; routes must be set before."""
-        if self._wants_lane and (lane := offer_lane(self._sender.name)) is not None:
+        if self._wants_lane and (lane := lane_or_none(partial(LaneSender, self._sender.name))) is not None:
             self._lane = lane
             self._outbox.appendleft(Item([lane.offer()], ()))
         self._thread.start()

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from zbgrpo.errors import ProtocolError, ResourceError
 from zbgrpo.transport.messages import Lane
@@ -72,15 +73,6 @@ class LaneSender:
         self._ring.close()
 
 
-def offer_lane(name: str) -> LaneSender | None:
-    """A lane of a peer; None where there is no memory for it."""
-    try:
-        return LaneSender(name)
-    except ResourceError as error:
-        logger.info("groups travel through the socket only: %s", error)
-        return None
-
-
 class LaneReceiver:
     """The hub's end of the lane of one peer."""
 
@@ -97,10 +89,14 @@ class LaneReceiver:
         self._ring.close()
 
 
-def open_lane(offered: Lane) -> LaneReceiver | None:
-    """The hub's end; None if it cannot reach the peer's memory, as from another container."""
+End = TypeVar("End", LaneSender, LaneReceiver)
+
+
+def lane_or_none(end: Callable[[], End]) -> End | None:
+    """An end of a lane; None where there is no memory for it, or where the hub cannot reach the peer's memory, as from
+    another container."""
     try:
-        return LaneReceiver(offered)
-    except ProtocolError as error:
-        logger.info("no lane: %s", error)
+        return end()
+    except (ProtocolError, ResourceError) as error:
+        logger.info("groups travel through the socket only: %s", error)
         return None

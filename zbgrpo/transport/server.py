@@ -6,11 +6,12 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from zbgrpo import failpoints
 from zbgrpo.errors import ProtocolError
 from zbgrpo.transport.channel import ACKNOWLEDGE_SECONDS, GONE_SECONDS, TURN_SECONDS, Timing
-from zbgrpo.transport.lane import LaneReceiver, open_lane
+from zbgrpo.transport.lane import LaneReceiver, lane_or_none
 from zbgrpo.transport.link import Link
 from zbgrpo.transport.messages import Goodbye, Hello, Lane, LaneOpen, Message, Progress
 from zbgrpo.transport.sockets import Keys, Router
@@ -131,9 +132,10 @@ class Server:
 
     def _open_lane(self, peer: Peer, offered: Lane) -> None:
         """Only what comes through a socket of this user's own folder names files of this machine."""
-        if peer.lane is None and self._is_local and (lane := open_lane(offered)) is not None:
-            peer.lane = lane
-            peer.outbox.append(Item([LaneOpen()], ()))
+        if peer.lane is None and self._is_local:
+            peer.lane = lane_or_none(partial(LaneReceiver, offered))
+            if peer.lane is not None:
+                peer.outbox.append(Item([LaneOpen()], ()))
 
     def _close_lane(self, peer: Peer | None) -> None:
         if peer is not None and peer.lane is not None:
