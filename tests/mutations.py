@@ -48,7 +48,7 @@ MUTATIONS = {
     ),
     "link-delivers-duplicates": Mutation(
         "zbgrpo/transport/link.py",
-        "if sequence == self.received + 1:",
+        "if self.expects(sequence):",
         "if sequence >= self.received:",
         "tests/unit/test_link.py",
     ),
