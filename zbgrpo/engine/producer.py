@@ -211,7 +211,6 @@ class Producer:
         occupied = min(num_slots, self.backend.num_active + self.backend.num_unstarted)
         self.trace.counter("slots in use", occupied)
         if not occupied:
-            self.decoding.pause()
             return []
         failpoints.fire("generate.step")
         self.profiler.advance(self.subscriber.applied_version)

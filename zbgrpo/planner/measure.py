@@ -134,7 +134,9 @@ def _decode_rates(logs: _Logs, generations: int) -> DecodeRates:
         for event in logs.steps(rank, "decode"):
             for num, occupied, started, finished, seconds, _ in event["rows"]:
                 steps.append([num, occupied, num if started else 0, started, finished, seconds])
-            turns += event["turns"]
+        for passed, event in logs.intervals(rank, "decode"):
+            if not passed.get("eval"):  # rows of an evaluation are sent with their texts
+                turns += event["turns"]
     if not steps:
         raise RunFolderError("no decode steps behind the first versions: measure with a longer run")
     step, slots, (prompt_step, start, finish) = _fit_bent(steps)

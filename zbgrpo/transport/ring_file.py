@@ -80,17 +80,17 @@ def create_anonymous(name_hint: str, capacity_bytes: int) -> RingFile:
     return RingFile(f"/proc/{os.getpid()}/fd/{descriptor}", memory, lambda: os.close(descriptor))
 
 
-def map_named(path: str, capacity_bytes: int) -> mmap.mmap:
+def map_named(path: str, capacity_bytes: int) -> Memory:
     """Map for reading what `create_named` made with exactly this capacity; raises `ProtocolError` if it is not that."""
     return _map(path, capacity_bytes, os.O_NOFOLLOW, must_be_sealed=False)
 
 
-def map_anonymous(path: str, capacity_bytes: int) -> mmap.mmap:
+def map_anonymous(path: str, capacity_bytes: int) -> Memory:
     """Map for reading what `create_anonymous` made, in whatever process; raises `ProtocolError` if it is not that."""
     return _map(path, capacity_bytes, 0, must_be_sealed=True)
 
 
-def _map(path: str, capacity_bytes: int, flags: int, must_be_sealed: bool) -> mmap.mmap:
+def _map(path: str, capacity_bytes: int, flags: int, must_be_sealed: bool) -> Memory:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     except (OSError, ValueError) as error:
@@ -111,7 +111,7 @@ def _map(path: str, capacity_bytes: int, flags: int, must_be_sealed: bool) -> mm
         os.close(descriptor)
 
 
-def _reserved(descriptor: int, capacity_bytes: int) -> mmap.mmap:
+def _reserved(descriptor: int, capacity_bytes: int) -> Memory:
     # ftruncate would succeed where there is no memory left, and the first write to a page without memory would then
     # kill the process with SIGBUS. This fails instead.
     os.posix_fallocate(descriptor, 0, HEADER_BYTES + capacity_bytes)

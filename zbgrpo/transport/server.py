@@ -124,10 +124,12 @@ class Server:
             return []
         peer.introduced = peer.introduced or any(isinstance(m, Hello) for m in header.messages)
         peer.left = peer.left or any(isinstance(m, Goodbye) for m in header.messages)
-        arrived = [(peer.name, message, own_frames) for message, own_frames in with_frames(header, frames)]
-        if isinstance(offered := header.messages[0] if header.messages else None, Lane):
-            self._open_lane(peer, offered)
-            del arrived[0]
+        arrived: list[tuple[str, Message, Sequence[memoryview]]] = []
+        for message, own_frames in with_frames(header, frames):
+            if isinstance(message, Lane):
+                self._open_lane(peer, message)
+            else:
+                arrived.append((peer.name, message, own_frames))
         return arrived
 
     def _open_lane(self, peer: Peer, offered: Lane) -> None:
