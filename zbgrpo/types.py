@@ -60,7 +60,7 @@ class GroupPayload(NamedTuple):
     rewards: np.ndarray  # float32 [R], with length penalties
     format_acc: np.ndarray  # float32 [R]
     ans_acc: np.ndarray  # float32 [R]
-    finish: np.ndarray  # uint8 [R], FinishReason
+    finish: np.ndarray  # int32 [R], FinishReason
     spans: np.ndarray  # int32 [K, 3], rows of (response, start, policy version), ordered
 
     @property
@@ -89,7 +89,8 @@ PAYLOAD_DTYPES: dict[str, str] = {
     "rewards": "float32",
     "format_acc": "float32",
     "ans_acc": "float32",
-    "finish": "uint8",
+    "finish": "int32",
     "spans": "int32",
 }
-"""Name and dtype of every tensor of a group, in the order in which they travel."""
+"""Name and dtype of every tensor of a group, in the order in which they travel. All of four bytes, so that tensors that
+lie one behind the other are aligned."""

@@ -46,7 +46,7 @@ def microbatch(rows: list[tuple[int, list[int]]]) -> Microbatch:
                 prompt_ids=np.ones(prompt, np.int32), response_ids=np.ones(total, np.int32),
                 logprobs=np.full(total, -4.0, np.float32), lengths=np.array(lengths, np.int32),
                 rewards=np.arange(num, dtype=np.float32), format_acc=np.ones(num, np.float32),
-                ans_acc=np.ones(num, np.float32), finish=np.full(num, FinishReason.END_TOKEN, np.uint8),
+                ans_acc=np.ones(num, np.float32), finish=np.full(num, FinishReason.END_TOKEN, np.int32),
                 spans=np.array([[n, 0, 0] for n in range(num)], np.int32),
             )
         )  # fmt: skip

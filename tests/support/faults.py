@@ -66,7 +66,7 @@ PLACES: dict[str, dict[str, str]] = {
     },
     "generate": {"": "generate.step#30@producer:0"},
     "send": {"": "send.groups#5@producer:0"},
-    "ring": {"consumer 1": "ring.read#14@consumer:1", "": "ring.read#14@consumer:0"},
+    "ring": {"consumer 1": "ring.read#4@consumer:1", "": "ring.read#4@consumer:0"},
     "step": {"consumer 1": "step.commit#4@consumer:1", "": "step.commit#4@consumer:0"},
     "broadcast": {"producer": "weights.receive#3@producer:0", "": "weights.broadcast#3@consumer:0"},
     "checkpoint": {"consumer 1": "checkpoint.state#2@consumer:1", "": "checkpoint.state#2@consumer:0"},

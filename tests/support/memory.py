@@ -107,7 +107,7 @@ class Case(NamedTuple):
             generator.random(count).astype(np.float32),
             np.ones(count, np.float32),
             np.ones(count, np.float32),
-            np.full(count, FinishReason.LENGTH, np.uint8),
+            np.full(count, FinishReason.LENGTH, np.int32),
             np.array([(number, 0, 0) for number in range(count)], np.int32),
         )
 

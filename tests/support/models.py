@@ -137,7 +137,7 @@ def random_group(
         (10.0 * right + generator.random(num_responses)).astype(np.float32),
         np.ones(num_responses, np.float32),
         right.astype(np.float32),
-        generator.choice([FinishReason.END_TOKEN, FinishReason.LENGTH], num_responses, p=[0.7, 0.3]).astype(np.uint8),
+        generator.choice([FinishReason.END_TOKEN, FinishReason.LENGTH], num_responses, p=[0.7, 0.3]).astype(np.int32),
         np.array(spans, np.int32).reshape(-1, 3),
     )
 

@@ -31,9 +31,31 @@ def golden_payload() -> GroupPayload:
         np.array([1.0, 0.25], np.float32),
         np.array([1.0, 0.0], np.float32),
         np.array([1.0, 0.0], np.float32),
-        np.array([0, 2], np.uint8),
+        np.array([0, 2], np.int32),
         np.array([[0, 0, 4], [0, 1, 5], [1, 0, 5]], np.int32),
     )
+
+
+def random_payload(seed: int) -> GroupPayload:
+    """A group of 1 to 6 responses of 1 to 60 tokens."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 61, rng.integers(1, 7)).astype(np.int32)
+    count, total = len(lengths), int(lengths.sum())
+    return GroupPayload(
+        rng.integers(0, 50_000, rng.integers(1, 50)).astype(np.int32),
+        rng.integers(0, 50_000, total).astype(np.int32),
+        rng.standard_normal(total, np.float32),
+        lengths,
+        *(rng.standard_normal(count, np.float32) for _ in range(3)),
+        rng.integers(0, 3, count).astype(np.int32),
+        np.array([(response, 0, seed) for response in range(count)], np.int32),
+    )
+
+
+def random_group(seed: int) -> tuple[m.GroupHeader, bytes]:
+    """Header and frame of a random payload."""
+    payload = random_payload(seed)
+    return header_of(payload), wire.payload_frame(payload)
 
 
 def header_of(payload: GroupPayload, lease_id: int = 11) -> m.GroupHeader:
@@ -96,11 +118,11 @@ EVERY_MESSAGE: list[m.Message] = [
     m.Groups([header_of(golden_payload())]), m.Dropped(1, "reward_error", "why"), m.Returned(1, "why"),
     m.Evaluated(1, EvaluationResult("task", 2, 3, [1.0], [1.0], [0.0], [5], [False], ["text \u00e9"])),
     m.Trained(4), m.Committed(5, True), m.SnapshotRequest(5), m.WeightsStart(1, 5, True), m.BroadcastsDone(),
-    m.Release([1, 2]), m.TimeReport({"decode": 1.5}), m.Progress(1.5, "busy", False),
+    m.Release(1), m.TimeReport({"decode": 1.5}), m.Progress(1.5, "busy", False),
     m.StopRequest("SIGTERM"), m.Failed("error"), m.Goodbye(), m.Leases([Lease(1, 2, 3, 4)]),
     m.EvaluationLeases([EvaluationLease(1, "task", 2, 3)]),
     m.ReleaseVersion(5), m.PlanFor(PlanEntry(1, PlanKind.TRAIN, 2, 0, True, False, [[1], [2]]),
-                                   [header_of(golden_payload())], [Descriptor(1, 64, 128, 5)]),
+                                   [header_of(golden_payload())], Descriptor(1, 64, 128)),
     m.PlanRelay(PlanEntry(1, PlanKind.END, 2)), m.LedgerState(5, {"data": {"a": [1, b"bytes"]}}),
     m.StepReport(5, {"consumed": 1}, 4, {"groups": 1.0}, {"producer:0": m.TimeReport({})}),
     m.EvaluationRows(5, []), m.EvaluationDone(5), m.FinalReport({}, {}, "detail", {}), m.Finished("end"),

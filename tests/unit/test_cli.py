@@ -32,7 +32,7 @@ def rollout_file(folder: Path, num_groups: int = 1) -> Path:
         np.array([10.0], np.float32),
         np.array([1.0], np.float32),
         np.array([1.0], np.float32),
-        np.array([0], np.uint8),
+        np.array([0], np.int32),
         np.array([[0, 0, 7]], np.int32),
     )
     groups = [rollout_group(Uid(0, n), "What is 2 + 2?", [r"\boxed{4}"], payload, [0.5]) for n in range(num_groups)]

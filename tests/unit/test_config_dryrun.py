@@ -230,7 +230,7 @@ class TestModelSize:
 
 def test_group_and_ring_sizes() -> None:
     config = config_of("-g", "2", "-mnt", "100", "-mpt", "10", "-tMbs", "8", "--max-staleness", "2")
-    assert max_group_bytes(config) == 4 * 10 + 2 * (8 * 100 + 17 + 12 * 11) + 640
+    assert max_group_bytes(config) == 4 * 10 + 2 * (8 * 100 + 20 + 12 * 11) + 128
     assert ring_bytes(config) == 4 * 16 * max_group_bytes(config)
     assert ring_bytes(config_of("transport.ring_bytes=1234567")) == 1234567
     large = config_of("-mnt", "1000000", "-g", "64")  # a minibatch of 8 GiB

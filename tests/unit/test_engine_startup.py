@@ -289,7 +289,7 @@ def test_a_relay_that_fails_says_why_to_the_hub_and_to_its_readers(
     relay = start(relay_spec(hub))
     assert relay.title == "relay of node 1"
     reader = Channel(address_of(relay.started.address), Sender(RUN, "reader:1"), TIMING, MAX_BYTES).start()
-    reader.send(m.Hello(1), m.Release([7]))  # a record that was never written
+    reader.send(m.Hello(1), m.Release(7))  # a record that was never written
     said = messages_until(hub, m.Goodbye)
     assert [type(message) for message in said] == [m.Hello, m.Failed, m.Goodbye]
     assert said[1].error.startswith("the relay of node 1 failed: ProtocolError: ")

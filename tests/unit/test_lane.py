@@ -247,7 +247,7 @@ def test_what_changes_in_the_lane_is_refused(ends: Ends, monkeypatch: pytest.Mon
 
 def test_a_record_of_a_peer_without_a_lane_is_refused() -> None:
     one = frame(0)
-    record = Descriptor(0, 0, 64 + 20_032, 0)
+    record = Descriptor(0, 0, 64 + 20_032)
     encoded = wire.encode(Sender(RUN, "producer:0"), 1, 0, [m.Groups([])], [one], record=record)
     assert len(encoded) == 1
     with pytest.raises(ProtocolError, match="has no lane"):

@@ -27,7 +27,7 @@ def group() -> RolloutGroup:
         rewards=np.array([10, 0], np.float32),
         format_acc=np.array([1, 0], np.float32),
         ans_acc=np.array([1, 0], np.float32),
-        finish=np.array([0, 2], np.uint8),
+        finish=np.array([0, 2], np.int32),
         spans=np.array([[0, 0, 4], [0, 2, 5], [1, 0, 5]], np.int32),
     )
     return rollout_group(Uid(0, 17), "What is [1+1]?", ["two\x1b[31m!", "dunno 数"], payload, [1.0, -1.0])
@@ -62,7 +62,7 @@ def test_tokens_on_request(tmp_path: Path) -> None:
         rewards=np.zeros(2, np.float32),
         format_acc=np.zeros(2, np.float32),
         ans_acc=np.zeros(2, np.float32),
-        finish=np.zeros(2, np.uint8),
+        finish=np.zeros(2, np.int32),
         spans=np.array([[0, 0, 4], [1, 0, 5]], np.int32),
     )
     path = RolloutLog(tmp_path).write(1, [rollout_group(Uid(0, 1), "p", ["a", "b"], payload, with_tokens=True)])

@@ -36,7 +36,7 @@ def group_of(prompt: int, lengths: list[int], seed: int) -> GroupPayload:
         rewards=np.arange(num, dtype=np.float32),
         format_acc=np.ones(num, np.float32),
         ans_acc=np.ones(num, np.float32),
-        finish=np.full(num, FinishReason.END_TOKEN, np.uint8),
+        finish=np.full(num, FinishReason.END_TOKEN, np.int32),
         spans=np.array([[n, 0, 0] for n in range(num)], np.int32),
     )
 

@@ -41,7 +41,7 @@ def group_of(lengths: list[int], spans: list[tuple[int, int, int]], finish: list
         np.arange(num, dtype=np.float32),
         np.ones(num, np.float32),
         (np.arange(num) % 2).astype(np.float32),
-        np.array(finish, np.uint8),
+        np.array(finish, np.int32),
         np.array(spans, np.int32),
     )
 

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.support.wire_messages import random_payload
 from zbgrpo.errors import PeerLostError, ProtocolError, ResourceError
 from zbgrpo.ledger.records import PlanEntry, PlanKind
 from zbgrpo.transport import messages as m
@@ -30,32 +31,16 @@ GIVE_UP_SECONDS = 60.0
 # -------------------------------------------------------------------------------------------------------- builders
 
 
-def make_payload(seed: int) -> GroupPayload:
-    """A group of 1 to 6 responses of 1 to 60 tokens."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, 61, rng.integers(1, 7)).astype(np.int32)
-    count, total = len(lengths), int(lengths.sum())
-    return GroupPayload(
-        rng.integers(0, 50_000, rng.integers(1, 50)).astype(np.int32),
-        rng.integers(0, 50_000, total).astype(np.int32),
-        rng.standard_normal(total, np.float32),
-        lengths,
-        *(rng.standard_normal(count, np.float32) for _ in range(3)),
-        rng.integers(0, 3, count).astype(np.uint8),
-        np.array([(response, 0, seed) for response in range(count)], np.int32),
-    )
-
-
 def stored(lease_id: int, payload: GroupPayload | None = None, **header_changes: Any) -> StoredGroup:
     """A group as the hub holds it. Its number is also the seed of its content."""
-    payload = make_payload(lease_id) if payload is None else payload
+    payload = random_payload(lease_id) if payload is None else payload
     frame = payload_frame(payload)
     header = group_header(Uid(0, lease_id), lease_id, 0, payload, payload_crc(frame))
     return StoredGroup(msgspec.structs.replace(header, **header_changes), frame)
 
 
 def record_size(lease_id: int) -> int:
-    return record_bytes([len(payload_frame(make_payload(lease_id)))])
+    return record_bytes(len(payload_frame(random_payload(lease_id))))
 
 
 def train(sequence: int, ranks: Sequence[Sequence[int]]) -> PlanEntry:
@@ -68,7 +53,7 @@ def groups_of(entry: PlanEntry) -> dict[int, StoredGroup]:
 
 def assert_is_group(lease_id: int, header: m.GroupHeader, payload: GroupPayload) -> None:
     assert header.lease_id == lease_id
-    for actual, expected in zip(payload, make_payload(lease_id), strict=True):
+    for actual, expected in zip(payload, random_payload(lease_id), strict=True):
         assert actual.dtype == expected.dtype
         np.testing.assert_array_equal(actual, expected)
 
@@ -106,7 +91,7 @@ class Node:
             assert time.monotonic() < deadline, "gave up"
             for name, message, _ in self.server.poll(0.01):
                 if isinstance(message, m.Release):
-                    self.publisher.released(name, message.sequences)
+                    self.publisher.released(name, message.sequence)
             self.server.tick()
 
     def collect(self, counts: Sequence[int]) -> list[list[PlannedEntry]]:
@@ -235,7 +220,9 @@ class Outbox:
         self.num_complete += message.complete
         ids = [header.lease_id for header in message.groups]
         self.sent.append((name, message.entry.sequence, ids))
-        self.records.update(zip(ids, (record.sequence for record in message.records), strict=True))
+        assert (message.record is None) == (not ids)
+        if message.record is not None:
+            self.records.update(dict.fromkeys(ids, message.record.sequence))
 
 
 @pytest.fixture
@@ -246,7 +233,7 @@ def ring() -> Iterator[RingWriter]:
     made.close()
 
 
-SAME = make_payload(0)
+SAME = random_payload(0)
 
 
 def same(*lease_ids: int) -> dict[int, StoredGroup]:
@@ -262,10 +249,11 @@ def test_an_entry_that_does_not_fit_holds_back_all_that_follow(ring: RingWriter)
     assert outbox.sent == [("reader:4", 0, [10]), ("reader:7", 0, [11])]
     assert publisher.num_queued == 2
 
-    publisher.released("reader:7", [outbox.records[11]])
+    publisher.released("reader:7", outbox.records[11])
     assert len(outbox.sent) == 2, "the older record still occupies the beginning"
-    publisher.released("reader:4", [outbox.records[10]])
-    assert outbox.sent[2:] == [("reader:4", 1, [12, 13]), ("reader:7", 1, []), ("reader:4", 2, []), ("reader:7", 2, [])]
+    publisher.released("reader:4", outbox.records[10])
+    assert outbox.sent[2:4] == [("reader:4", 1, [12]), ("reader:4", 1, [13])], "half the ring is too much for a record"
+    assert outbox.sent[4:] == [("reader:7", 1, []), ("reader:4", 2, []), ("reader:7", 2, [])]
     assert publisher.num_queued == 0
 
 
@@ -279,13 +267,28 @@ def test_an_entry_larger_than_the_ring_goes_out_in_parts(ring: RingWriter) -> No
     assert outbox.sent == [("reader:0", 0, [10]), ("reader:1", 0, []), ("reader:0", 1, [11])]
     publisher.pump()
     assert ring.live_records == 2, "nothing is written twice"
-    publisher.released("reader:0", [outbox.records[10]])
-    publisher.released("reader:0", [outbox.records[11]])
+    publisher.released("reader:0", outbox.records[10])
+    publisher.released("reader:0", outbox.records[11])
     assert outbox.sent[3:] == [("reader:0", 1, [12]), ("reader:0", 1, [13])]
-    assert outbox.num_complete == 2
-    publisher.released("reader:0", [outbox.records[12]])
-    assert outbox.sent[5:] == [("reader:0", 1, []), ("reader:1", 1, [14]), ("reader:0", 2, []), ("reader:1", 2, [])]
+    assert outbox.num_complete == 3
+    publisher.released("reader:0", outbox.records[12])
+    assert outbox.sent[5:] == [("reader:1", 1, [14]), ("reader:0", 2, []), ("reader:1", 2, [])]
     assert (outbox.num_complete, publisher.num_queued) == (6, 0)
+
+
+def test_the_groups_of_a_rank_share_a_record_and_its_readers_share_it_too() -> None:
+    ring, outbox = RingWriter.create("test", 64 * record_size(0), num_readers=3), Outbox()
+    publisher = PlanPublisher(ring, {"reader:0": 0, "reader:1": 1, "reader:2": 1}, outbox)
+    entry = train(0, [[10, 11, 12], list(range(20, 40))])
+    publisher.publish(entry, same(10, 11, 12, *range(20, 40)))
+    first, *others = outbox.sent
+    assert first == ("reader:0", 0, [10, 11, 12])
+    of_reader_1 = [ids for name, _, ids in others if name == "reader:1"]
+    assert of_reader_1 == [ids for name, _, ids in others if name == "reader:2"]
+    assert [lease_id for ids in of_reader_1 for lease_id in ids] == list(range(20, 40))
+    assert len(of_reader_1) == 3, "an eighth of the ring at most"
+    assert ring.live_records == 4
+    ring.close()
 
 
 def test_a_repeated_release_changes_nothing_and_a_false_one_is_an_error(ring: RingWriter) -> None:
@@ -293,12 +296,12 @@ def test_a_repeated_release_changes_nothing_and_a_false_one_is_an_error(ring: Ri
     publisher = PlanPublisher(ring, {"reader:0": 0, "reader:1": 1}, outbox)
     publisher.publish(train(0, [[10], [11]]), same(10, 11))
     for _ in range(2):
-        publisher.released("reader:0", [outbox.records[10]])
+        publisher.released("reader:0", outbox.records[10])
     assert ring.live_records == 1
     with pytest.raises(ProtocolError):
-        publisher.released("reader:0", [outbox.records[11]])
+        publisher.released("reader:0", outbox.records[11])
     with pytest.raises(ProtocolError):
-        publisher.released("reader:0", [99])
+        publisher.released("reader:0", 99)
 
 
 def test_a_group_that_can_never_fit_is_an_error(ring: RingWriter) -> None:
@@ -312,20 +315,23 @@ def test_a_group_that_can_never_fit_is_an_error(ring: RingWriter) -> None:
 
 
 def spoil_ring(node: Node, message: m.PlanFor) -> m.PlanFor:
-    """A byte of the last record flips between the writing and the reading."""
-    if message.records:
-        place = 64 + message.records[-1].offset + message.records[-1].length - 100
-        node.ring._view[place] ^= 1
+    """A byte of the record flips between the writing and the reading."""
+    if message.record is not None:
+        node.ring._view[64 + message.record.offset + message.record.length - 100] ^= 1
     return message
 
 
-def spoil_record_count(node: Node, message: m.PlanFor) -> m.PlanFor:
-    return msgspec.structs.replace(message, records=message.records[:-1])
+def spoil_record(node: Node, message: m.PlanFor) -> m.PlanFor:
+    return msgspec.structs.replace(message, record=None)
+
+
+def spoil_groups(node: Node, message: m.PlanFor) -> m.PlanFor:
+    return msgspec.structs.replace(message, groups=[])
 
 
 def spoil_descriptor(node: Node, message: m.PlanFor) -> m.PlanFor:
-    records = [msgspec.structs.replace(record, offset=1 << 40) for record in message.records]
-    return msgspec.structs.replace(message, records=records)
+    record = None if message.record is None else msgspec.structs.replace(message.record, offset=1 << 40)
+    return msgspec.structs.replace(message, record=record)
 
 
 def spoil_sizes(node: Node, message: m.PlanFor) -> m.PlanFor:
@@ -337,7 +343,8 @@ def spoil_sizes(node: Node, message: m.PlanFor) -> m.PlanFor:
     ("spoil", "says"),
     [
         (spoil_ring, "corrupt"),
-        (spoil_record_count, "1 groups with 0 ring records"),
+        (spoil_record, "1 groups, with the ring record None"),
+        (spoil_groups, "0 groups, with the ring record Descriptor"),
         (spoil_descriptor, "ring record"),
         (spoil_sizes, "cannot hold frames"),
     ],
@@ -363,7 +370,7 @@ def test_a_spoiled_record_is_an_error_at_its_reader(
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [({"crc": 1}, "was changed on its way"), ({"num_tokens": 1}, "contradict"), ({"newest_version": 9}, "contradict")],
+    [({"crc": 1}, "corrupt"), ({"num_tokens": 1}, "contradict"), ({"newest_version": 9}, "contradict")],
     ids=str,
 )
 def test_a_group_that_is_not_what_its_header_says_is_an_error(

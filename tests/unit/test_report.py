@@ -66,7 +66,7 @@ def run_folder(base: Path, world: World, project: str = "made-up", steps: int = 
         np.array([10.0, 0.0], np.float32),
         np.ones(2, np.float32),
         np.array([1.0, 0.0], np.float32),
-        np.zeros(2, np.uint8),
+        np.zeros(2, np.int32),
         np.array([[0, 0, 0], [1, 0, 0], [1, 1, 1]], np.int32),
     )
     texts = [HOSTILE, "right-to-left \u202e and \x1b[31m red"]

@@ -1,7 +1,7 @@
 """Damage in the shared memory, as the consumers meet it: a group that is not what its producer made is never read.
 
-What is covered is what is used: of a record its magic, sequence, length and the bytes of the group; of a descriptor all
-fields. The rest of the 64 bytes of a record's header, and the padding behind the group, are never looked at.
+What is covered is what is used: of a record its magic, sequence, length and the bytes of the groups; of a descriptor
+all fields. The rest of the 64 bytes of a record's header, and the padding behind the groups, are never looked at.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
+from tests.support.wire_messages import random_group
 from zbgrpo.errors import ProtocolError
+from zbgrpo.ledger.records import PlanEntry, PlanKind
+from zbgrpo.transport.messages import PlanFor
+from zbgrpo.transport.plan_stream import read_groups
 from zbgrpo.transport.ring import Descriptor, RingReader, RingWriter
-from zbgrpo.transport.wire import payload_crc
+from zbgrpo.transport.wire import payload_frame
 
 SEED = 22
 NUM_FLIPS = 10_000
@@ -29,6 +33,8 @@ USED_HEADER_BYTES = 24
 class Written(NamedTuple):
     """A record and what was written into it."""
 
+    message: PlanFor
+    """What its readers are told."""
     descriptor: Descriptor
     content: bytes
 
@@ -61,6 +67,11 @@ class World(NamedTuple):
         value = os.pread(self.file, 1, place)[0]
         os.pwrite(self.file, bytes([value ^ 1 << bit]), place)
 
+    def check(self, record: Written) -> None:
+        """What is read is what was written."""
+        groups = read_groups(self.reader, record.message)
+        assert b"".join(payload_frame(group.payload) for group in groups) == record.content
+
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
@@ -68,11 +79,12 @@ def world() -> Iterator[World]:
     reader = RingReader.attach(writer.path, writer.capacity_bytes)
     rng = random.Random(SEED)
     records = []
-    for size in (1, 64, 97, 1_000, 8_104):
-        content = rng.randbytes(size)
-        descriptor = writer.try_write_content(content, payload_crc(content), frozenset([0]))
+    for number in (1, 2, 3, 8):
+        groups = [random_group(rng.randrange(1 << 30)) for _ in range(number)]
+        descriptor = writer.try_write([frame for _, frame in groups], frozenset([0]))
         assert descriptor is not None
-        records.append(Written(descriptor, content))
+        message = PlanFor(PlanEntry(0, PlanKind.TRAIN, 0), [header for header, _ in groups], descriptor)
+        records.append(Written(message, descriptor, b"".join(frame for _, frame in groups)))
     file = os.open(writer.path, os.O_RDWR)
     yield World(reader, records, file)
     os.close(file)
@@ -84,27 +96,27 @@ def test_ten_thousand_random_flips_of_records_are_all_refused(world: World) -> N
     for number in range(NUM_FLIPS):
         rng = random.Random(f"{SEED} record {number}")
         record = rng.choice(world.records)
-        # As often in the header as in the group, however large that is.
+        # As often in the header as in the groups, however large they are.
         used = rng.randrange(USED_HEADER_BYTES) if rng.random() < 0.5 else rng.randrange(record.num_used)
         place, bit = record.place(used), rng.randrange(8)
         world.flip(place, bit)
         try:
-            world.reader.read_content(record.descriptor, len(record.content))
+            read_groups(world.reader, record.message)
         except ProtocolError as error:
-            assert f"ring record {record.descriptor.sequence} is corrupt" in str(error)
+            assert "corrupt" in str(error)
         else:
             pytest.fail(f"Random('{SEED} record {number}'): bit {bit} of byte {place} made no difference")
         finally:
             world.flip(place, bit)
     for record in world.records:
-        assert bytes(world.reader.read_content(record.descriptor, len(record.content))) == record.content
+        world.check(record)
 
 
 def test_flips_of_what_is_not_used_change_nothing(world: World) -> None:
     for record in world.records:
         for place in record.unused_places():
             world.flip(place, 3)
-        assert bytes(world.reader.read_content(record.descriptor, len(record.content))) == record.content
+        world.check(record)
         for place in record.unused_places():
             world.flip(place, 3)
 
@@ -115,10 +127,10 @@ def test_flips_of_descriptors_are_all_refused(world: World) -> None:
         rng = random.Random(f"{SEED} descriptor {number}")
         record = rng.choice(world.records)
         field = rng.choice(Descriptor.__struct_fields__)
-        bit = rng.randrange(32 if field == "crc" else 63)
+        bit = rng.randrange(63)
         wrong = msgspec.structs.replace(record.descriptor, **{field: getattr(record.descriptor, field) ^ 1 << bit})
         try:
-            world.reader.read_content(wrong, len(record.content))
+            read_groups(world.reader, msgspec.structs.replace(record.message, record=wrong))
         except ProtocolError:
             continue
         pytest.fail(f"Random('{SEED} descriptor {number}'): {wrong} was read in place of {record.descriptor}")
@@ -131,4 +143,4 @@ def test_a_group_in_the_place_of_another_one_is_refused(world: World) -> None:
             if other is not record:
                 wrong = msgspec.structs.replace(record.descriptor, offset=other.descriptor.offset)
                 with pytest.raises(ProtocolError, match="corrupt"):
-                    world.reader.read_content(wrong, len(record.content))
+                    read_groups(world.reader, msgspec.structs.replace(record.message, record=wrong))

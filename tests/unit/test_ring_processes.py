@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from zbgrpo.errors import ProtocolError
-from zbgrpo.transport.ring import Descriptor, RingReader, RingWriter, split_frames
+from zbgrpo.transport.ring import Descriptor, RingReader, RingWriter
 
 ROOT = Path(__file__).parents[2]
 NUM_RECORDS = 20_000
@@ -25,7 +25,7 @@ LARGEST_FRAME = 1800
 # Both sides know what record n is: its readers, the lengths of its frames and every byte of them.
 RECORDS = """
 def readers_of(n):
-    return ([0, 1], [0], [1], [1, 0])[n % 4]
+    return frozenset(([0, 1], [0], [1], [1, 0])[n % 4])
 
 def frames_of(n):
     size = n * 7919 % 1801
@@ -38,7 +38,7 @@ READER = (
     + """
 import os, random, select, struct, sys
 import msgspec
-from zbgrpo.transport.ring import Descriptor, RingReader, split_frames
+from zbgrpo.transport.ring import Descriptor, RingReader
 
 index, path, capacity, num_records, pipe_in, pipe_out = int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
 ring = RingReader.attach(path, capacity)
@@ -62,7 +62,7 @@ with open(pipe_in, "rb", buffering=0) as descriptors:
         descriptor = msgspec.msgpack.decode(descriptors.read(length), type=Descriptor)
         assert descriptor.sequence == n, (descriptor, n)
         expected = frames_of(n)
-        frames = split_frames(ring.read(descriptor), [len(frame) for frame in expected])
+        frames = ring.read(descriptor, [len(frame) for frame in expected])
         assert [bytes(frame) for frame in frames] == expected, n
         held.append(n)
     release_all()
@@ -150,7 +150,7 @@ ring = RingWriter.create(sys.argv[1], 4096, 1)
 print(ring.path, ring.capacity_bytes, flush=True)
 sys.stdin.readline()
 ring.unlink()
-print(msgspec.json.encode(ring.try_write([b"last words"], [0])).decode(), flush=True)
+print(msgspec.json.encode(ring.try_write([b"last words"], frozenset([0]))).decode(), flush=True)
 sys.stdin.readline()
 """
 
@@ -170,7 +170,7 @@ def test_a_killed_writer_leaves_nothing_after_unlink_and_readers_keep_the_memory
         writer.wait(timeout=60)
     assert not os.path.exists(path)
     assert [entry for entry in os.listdir(os.path.dirname(path)) if name in entry] == []
-    assert bytes(split_frames(reader.read(descriptor), [10])[0]) == b"last words"
+    assert bytes(reader.read(descriptor, [10])[0]) == b"last words"
     reader.close()
 
 
@@ -227,8 +227,8 @@ with open("/dev/shm/others", "wb", buffering=0) as others:
     except OSError as error:
         assert error.errno == errno.ENOSPC
 reader = ring.RingReader.attach(writer.path, writer.capacity_bytes)
-descriptor = writer.try_write([b"x" * ((512 << 10) - 64)], [0])
-assert bytes(reader.read(descriptor)[64:]) == b"x" * ((512 << 10) - 64)
+descriptor = writer.try_write([b"x" * ((512 << 10) - 64)], frozenset([0]))
+assert bytes(reader.read(descriptor, [(512 << 10) - 64])[0]) == b"x" * ((512 << 10) - 64)
 print("intact")
 """)
     assert (result.returncode, result.stdout) == (0, "intact\n"), result

@@ -22,6 +22,7 @@ from tests.support.wire_messages import (
     golden_payload,
     groups_of,
     header_of,
+    random_payload,
     pack,
     received,
     reencoded,
@@ -54,7 +55,7 @@ def payloads(draw: st.DrawFn) -> GroupPayload:
         floats[0],
         np.array(lengths, np.int32),
         *floats[1:],
-        generator.integers(0, 3, count).astype(np.uint8),
+        generator.integers(0, 3, count).astype(np.int32),
         np.array(spans, np.int32),
     )
 
@@ -140,9 +141,9 @@ def test_unknown_fields_of_a_later_program_are_ignored() -> None:
 
 
 GOLDEN_HEADER = bytes.fromhex(
-    "9da67a626772706f04a572756e2d31aa70726f64756365723a300203019182a474797065a647726f757073a667726f757073"
-    "91990b000b00060405ce0cae9f329903030302020202020391ce0cae9f32909090c0"
-    "ea6470b5"
+    "9da67a626772706f05a572756e2d31aa70726f64756365723a300203019182a474797065a647726f757073a667726f757073"
+    "91990b000b00060405ce862329fc9903030302020202020391ce862329fc909090c0"
+    "d341da55"
 )
 """The header of a message with `golden_payload`, and its checksum."""
 
@@ -150,7 +151,7 @@ GOLDEN_HEADER = bytes.fromhex(
 def test_the_bytes_of_a_message_do_not_change_by_accident() -> None:
     """A change here is a change of the format: raise `PROTOCOL`, then renew these bytes."""
     parts = encoded(golden_payload())
-    assert m.PROTOCOL == 4
+    assert m.PROTOCOL == 5
     assert parts[0].hex(" ") == GOLDEN_HEADER.hex(" ")
     tensors = [
         "010000000200000003000000",
@@ -160,7 +161,7 @@ def test_the_bytes_of_a_message_do_not_change_by_accident() -> None:
         "0000803f0000803e",
         "0000803f00000000",
         "0000803f00000000",
-        "0002",
+        "0000000002000000",
         "000000000000000004000000000000000100000005000000010000000000000005000000",
     ]
     assert [part.hex() for part in parts[1:]] == ["".join(tensors)]
@@ -180,7 +181,7 @@ def set_field(index: int, value: Any) -> Callable[[list[Any]], None]:
     ("change", "says"),
     [
         (set_field(0, "other"), "another program"),
-        (set_field(1, m.PROTOCOL + 1), "protocol 5, this side speaks 4"),
+        (set_field(1, m.PROTOCOL + 1), f"protocol {m.PROTOCOL + 1}, this side speaks {m.PROTOCOL}"),
         (set_field(2, "run-2"), "another run"),
         (set_field(2, "x" * 10_000), "another run"),
         (set_field(8, []), "1 frames, 0 checksums"),
@@ -304,7 +305,8 @@ def test_lengths_and_spans_that_contradict_each_other_are_refused(changes: dict[
 def test_no_spans_at_all_are_refused() -> None:
     payload = golden_payload()._replace(spans=np.zeros((0, 3), np.int32))
     frame = wire.payload_frame(payload)
-    header = msgspec.structs.replace(header_of(golden_payload()), sizes=[len(tensor) for tensor in payload])
+    sizes, crc = [len(tensor) for tensor in payload], wire.payload_crc(frame)
+    header = msgspec.structs.replace(header_of(golden_payload()), sizes=sizes, crc=crc)
     with pytest.raises(ProtocolError, match="contradict"):
         wire.payload_from_frame(header, frame)
 
@@ -322,8 +324,26 @@ def test_a_header_that_contradicts_its_tensors_is_refused(field: str) -> None:
 def test_tensors_of_other_sizes_than_declared_are_refused() -> None:
     header, frame = header_of(golden_payload()), wire.payload_frame(golden_payload())
     for wrong in (frame[:-1], frame + b"\0", frame[4:], b""):
-        with pytest.raises(ProtocolError, match="declared sizes"):
+        with pytest.raises(ProtocolError, match="not the tensors"):
             wire.payload_from_frame(header, wrong)
+
+
+def test_groups_that_lie_one_behind_the_other_come_back_and_any_damage_is_noticed() -> None:
+    groups = [random_payload(seed) for seed in range(5)]
+    headers = [header_of(payload) for payload in groups]
+    frames = bytearray(b"".join(map(wire.payload_frame, groups)))
+    for actual, expected in zip(wire.payloads_from_frames(headers, frames), groups, strict=True):
+        assert_equal(actual, expected)
+    for place in range(len(frames)):
+        frames[place] ^= 1 << place % 8
+        with pytest.raises(ProtocolError, match="checksums differ"):
+            wire.payloads_from_frames(headers, frames)
+        frames[place] ^= 1 << place % 8
+    with pytest.raises(ProtocolError, match="not the tensors"):
+        wire.payloads_from_frames(headers[:-1], frames)
+    swapped = [headers[1], headers[0], *headers[2:]]
+    with pytest.raises(ProtocolError, match="checksums differ"):
+        wire.payloads_from_frames(swapped, frames)
 
 
 def test_a_header_too_long_for_the_receiver_fails_at_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:

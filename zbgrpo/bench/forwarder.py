@@ -29,7 +29,9 @@ class Forwarder:
     def __init__(self, spec: HubSpec, server: Server, ring: RingWriter) -> None:
         self._server, self._ring, self._limit = server, ring, spec.leases_per_producer
         self._batch, self._num_rows = spec.groups_per_minibatch, spec.num_rows
-        self._publisher = PlanPublisher(ring, {_READER: 0}, server.send)
+        self._publisher = PlanPublisher(ring, {_READER: 0}, self._send_plan)
+        self._groups_in: dict[int, int] = {}
+        """Their number by ring record."""
         self._leased = self._planned = self._released = self._sequence = 0
         self._ended = False
 
@@ -55,11 +57,17 @@ class Forwarder:
             if self._planned == self._num_rows:
                 self._publish(PlanKind.END, {})
         elif isinstance(message, m.Release):
-            self._publisher.released(name, message.sequences)
-            self._released += len(message.sequences)
+            self._publisher.released(name, message.sequence)
+            self._released += self._groups_in.pop(message.sequence)
         elif isinstance(message, m.BroadcastsDone):
             self._ended = True
             self._server.send(_PRODUCER, m.Finished("end"))
+
+    def _send_plan(self, name: str, message: m.Message) -> None:
+        assert isinstance(message, m.PlanFor)
+        if message.record is not None:
+            self._groups_in[message.record.sequence] = len(message.groups)
+        self._server.send(name, message)
 
     def _publish(self, kind: PlanKind, stored: dict[int, StoredGroup]) -> None:
         entry = PlanEntry(self._sequence, kind, 0, ranks=[list(stored)] if stored else [])

@@ -48,8 +48,8 @@ class Shape(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def group_bytes(self) -> int:
-        """Tensors of one group: ids, log-probs, per response 17 bytes of scores and one span."""
-        per_response = 8 * self.response_tokens + 17 + 12
+        """Tensors of one group: ids, log-probs, per response 20 bytes of scores and one span."""
+        per_response = 8 * self.response_tokens + 20 + 12
         return 4 * self.prompt_tokens + self.responses * per_response
 
 
@@ -89,15 +89,16 @@ class Content:
         self._num_windows = size - self._num_tokens - shape.prompt_tokens
         self._lengths = np.full(shape.responses, shape.response_tokens, np.int32)
         self._ones = np.ones(shape.responses, np.float32)
-        self._finish = np.full(shape.responses, FinishReason.END_TOKEN, np.uint8)
+        self._finish = np.full(shape.responses, FinishReason.END_TOKEN, np.int32)
+        self._spans = np.zeros((shape.responses, 3), np.int32)
+        self._spans[:, 0] = np.arange(shape.responses)
 
     def payload(self, row: int, version: int) -> GroupPayload:
         """The group of a row, sampled wholly with this version."""
         shape, start = self.shape, row * _POOL_STEP % self._num_windows
         prompt_end = start + shape.prompt_tokens
         end = prompt_end + self._num_tokens
-        spans = np.zeros((shape.responses, 3), np.int32)
-        spans[:, 0] = np.arange(shape.responses)
+        spans = self._spans.copy()
         spans[:, 2] = version
         return GroupPayload(
             self._ids[start:prompt_end],
@@ -179,7 +180,7 @@ class TrafficConsumer:
         self._tensors, self._every = settings.tensors, settings.marks
         self._arrived: set[int] = set()
         self.marks: list[Mark] = []
-        self.newest: list[dict[str, Any]] = []
+        self.newest: list[tuple[Any, ...]] = []
         """The torch tensors of the newest entry, by group."""
 
     def run(self) -> dict[str, Any]:
@@ -216,11 +217,12 @@ class TrafficConsumer:
             self.marks.append(Mark(len(self._arrived), time.monotonic()))
 
 
-def as_tensors(group: TrainGroup) -> dict[str, Any]:
-    """A group as torch tensors. Their memory is what the group was copied to out of the ring, which is theirs alone."""
+def as_tensors(group: TrainGroup) -> tuple[Any, ...]:
+    """The arrays of a group as torch tensors. Their memory is what the group was copied to out of the ring, which is
+    theirs alone."""
     import torch
 
-    return {name: torch.from_numpy(array) for name, array in zip(GroupPayload._fields, group.payload, strict=True)}
+    return tuple(map(torch.from_numpy, group.payload))
 
 
 # ------------------------------------------------------------------------------------------------ the processes

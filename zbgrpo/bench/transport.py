@@ -57,8 +57,8 @@ class Case(NamedTuple):
 
 CASES = {
     "large": Case(Shape(8, 8, 512, 3584), 6_400, 64),
-    "medium": Case(Shape(8, 8, 128, 256), 32_000, 128),
-    "small": Case(Shape(1, 8, 64, 64), 12_000, 64),
+    "medium": Case(Shape(8, 8, 128, 256), 48_000, 256),
+    "small": Case(Shape(1, 8, 64, 64), 16_000, 128),
 }
 
 

@@ -302,7 +302,7 @@ class Hub:
         return interval is not None and version > 0 and version % interval == 0
 
     def _release(self, name: str, message: m.Release, frames: Any) -> None:
-        self.publisher.released(name, message.sequences)
+        self.publisher.released(name, message.sequence)
 
     # ---------------------------------------------------------------- everybody
 

@@ -51,7 +51,7 @@ def _serve(spec: HubSpec, server: Server, ring: RingWriter, channel: Channel) ->
                 if attached == set(local):
                     ring.unlink()
             elif isinstance(message, m.Release) and name in local:
-                publisher.released(name, message.sequences)
+                publisher.released(name, message.sequence)
         channel.check()
         while attached == set(local) and (received := channel.receive()) is not None:
             ended = _publish(publisher, received.message, received.frames) or ended

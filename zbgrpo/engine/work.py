@@ -79,6 +79,6 @@ def make_payload(config: RunConfig, work: Work, outcomes: list[ScoreOutcome]) ->
         np.array([o.format_acc for o in outcomes], np.float32),
         # What is not paid for being cut off is not right either: the filter looks for groups whose rewards differ.
         np.array([0.0 if cut else o.ans_acc for o, cut in zip(outcomes, cut_off, strict=True)], np.float32),
-        np.array([int(r.finish) for r in responses], np.uint8),
+        np.array([int(r.finish) for r in responses], np.int32),
         np.array(spans, np.int32),
     )

@@ -26,6 +26,7 @@ from zbgrpo.transport.wire import Buffer
 logger = logging.getLogger(__name__)
 
 _LANE_BYTES = 32 << 20
+_HUB = frozenset([0])  # the one reader of a lane
 _MIN_BYTES = 8 << 10
 """With less, a part of the message is cheaper."""
 
@@ -54,7 +55,7 @@ class LaneSender:
         num_bytes = sum(map(len, frames))
         if not self._is_open or not _MIN_BYTES <= num_bytes <= self._ring.capacity_bytes // 2:
             return None
-        record = self._ring.try_write_parts(frames)
+        record = self._ring.try_write(frames, _HUB)
         if record is not None:
             self._placed.append((message, record.sequence))
         return record
@@ -82,7 +83,7 @@ class LaneReceiver:
 
     def frames(self, record: Descriptor, lengths: Sequence[int]) -> list[memoryview]:
         """Copies of the frames of a message; raises `ProtocolError` if they are not there."""
-        return self._ring.read_parts(record, lengths)
+        return self._ring.read(record, lengths)
 
     def close(self) -> None:
         """The peer has left, or has started again."""

@@ -14,7 +14,7 @@ from zbgrpo.ledger.evaluation import EvaluationLease, EvaluationResult
 from zbgrpo.ledger.records import Lease, PlanEntry
 from zbgrpo.transport.ring import Descriptor
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Raised with every change that an older peer would misread."""
 
 
@@ -142,9 +142,9 @@ class BroadcastsDone(Struct, frozen=True, tag=True):
 
 
 class Release(Struct, frozen=True, tag=True):
-    """Reader -> hub or relay: these ring records have been copied."""
+    """Reader -> hub or relay: this ring record has been copied."""
 
-    sequences: list[int]
+    sequence: int
 
 
 class TimeReport(Struct, frozen=True, tag=True):
@@ -209,12 +209,13 @@ class ReleaseVersion(Struct, frozen=True, tag=True):
 
 
 class PlanFor(Struct, frozen=True, tag=True):
-    """Hub or relay -> reader: an entry, with the ring records of this rank's groups; more of them follow until
+    """Hub or relay -> reader: an entry, with the ring record of this rank's groups; more of them follow until
     `complete`."""
 
     entry: PlanEntry
     groups: list[GroupHeader] = []
-    records: list[Descriptor] = []
+    record: Descriptor | None = None
+    """Holds the frames of these groups, one behind the other; None if there are none."""
     complete: bool = True
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from zbgrpo import failpoints
@@ -17,9 +17,13 @@ from zbgrpo.errors import ProtocolError, ZbgrpoError
 from zbgrpo.ledger.records import PlanEntry, PlanKind
 from zbgrpo.transport.channel import Channel, Received
 from zbgrpo.transport.messages import GroupHeader, Message, PlanFor, Release
-from zbgrpo.transport.ring import Descriptor, RingReader, RingWriter
-from zbgrpo.transport.wire import Buffer, frame_bytes, payload_from_frame
+from zbgrpo.transport.ring import RingReader, RingWriter
+from zbgrpo.transport.wire import Buffer, frame_bytes, payloads_from_frames
 from zbgrpo.types import GroupPayload
+
+_RECORDS_IN_RING = 8
+"""A record takes at most this share of the ring, unless it holds a single group: readers copy one while the next one is
+written."""
 
 
 class StoredGroup(NamedTuple):
@@ -43,64 +47,87 @@ class PlannedEntry(NamedTuple):
     groups: list[TrainGroup]
 
 
+class _Share(NamedTuple):
+    """What is still to be sent of an entry to the readers of one data-parallel rank, which get the same groups."""
+
+    readers: frozenset[int]
+    groups: deque[StoredGroup]
+
+
 class PlanPublisher:
     """Writes the groups of each entry into the ring and tells the readers, strictly in plan order.
 
     States of an entry: QUEUED -> PARTLY SENT (its next group has no room yet) -> SENT. Invariant: an entry is sent to
-    all local readers, and nothing of it before the end of the entry before it. Groups are told as soon as they are
-    written, so that readers make room for the next: the ring need only hold one group, whatever the size of an entry.
-    It never waits: `pump` goes on when a reader's release has made room.
+    all local readers, and nothing of it before the end of the entry before it. Groups of one rank are written together,
+    in one record, as far as a part of the ring has room for them, and are told as soon as they are written, so that
+    readers make room for the next: the ring need only hold one group, whatever the size of an entry. It never waits:
+    `pump` goes on when a reader's release has made room.
     """
 
     def __init__(self, ring: RingWriter, readers: Mapping[str, int], send: Callable[[str, Message], None]) -> None:
         """`readers`: names of the local readers, in the ring's order, to their dp_index."""
         self._ring, self._send = ring, send
-        self._readers = list(readers.items())
+        self._names = list(readers)
         self._index = {name: number for number, name in enumerate(readers)}
-        self._queue: deque[tuple[PlanEntry, deque[StoredGroup]]] = deque()
+        ranks: dict[int, set[int]] = {}
+        for number, dp in enumerate(readers.values()):
+            ranks.setdefault(dp, set()).add(number)
+        self._readers_of = {dp: frozenset(numbers) for dp, numbers in ranks.items()}
+        self._max_bytes = ring.capacity_bytes // _RECORDS_IN_RING
+        self._queue: deque[tuple[PlanEntry, deque[_Share]]] = deque()
 
     def publish(self, entry: PlanEntry, groups: Mapping[int, StoredGroup]) -> None:
-        """Queue an entry with the groups (by lease id, in the order of `entry.ranks`) of this node's ranks."""
-        self._queue.append((entry, deque(groups.values())))
+        """Queue an entry with the groups (by lease id) of this node's ranks."""
+        shares: deque[_Share] = deque()
+        for dp, readers in self._readers_of.items():
+            ids = entry.ranks[dp] if entry.ranks else []
+            shares.append(_Share(readers, deque([groups[lease_id] for lease_id in ids])))
+        self._queue.append((entry, shares))
         self.pump()
 
-    def released(self, reader: str, sequences: Sequence[int]) -> None:
-        """A reader has copied these records."""
-        for sequence in sequences:
-            self._ring.release(self._index[reader], sequence)
+    def released(self, reader: str, sequence: int) -> None:
+        """A reader has copied this record."""
+        self._ring.release(self._index[reader], sequence)
         self.pump()
 
     def pump(self) -> None:
         """Send whatever now fits."""
         while self._queue:
-            entry, waiting = self._queue[0]
-            for name, headers, descriptors in self._write(entry, waiting):
-                if headers or not waiting:
-                    self._send(name, PlanFor(entry, headers, descriptors, complete=not waiting))
-            if waiting:
-                return
+            entry, shares = self._queue[0]
+            while shares:
+                if not self._send_share(entry, shares[0]):
+                    return
+                shares.popleft()
             self._queue.popleft()
 
-    def _write(
-        self, entry: PlanEntry, waiting: deque[StoredGroup]
-    ) -> list[tuple[str, list[GroupHeader], list[Descriptor]]]:
-        """Move as many groups as fit from `waiting` into the ring; what each reader got."""
-        parts: list[tuple[str, list[GroupHeader], list[Descriptor]]] = [(name, [], []) for name, _ in self._readers]
-        of_rank = [
-            frozenset(i for i, (_, dp) in enumerate(self._readers) if dp == rank) for rank in range(len(entry.ranks))
-        ]
-        readers_of = {lease_id: readers for ids, readers in zip(entry.ranks, of_rank, strict=True) for lease_id in ids}
-        while waiting:
-            header, frame = waiting[0]
-            readers = readers_of[header.lease_id]
-            descriptor = self._ring.try_write_content(failpoints.damaged("ring.write", frame), header.crc, readers)
-            if descriptor is None:
+    def _send_share(self, entry: PlanEntry, share: _Share) -> bool:
+        """Whether all of it could be sent."""
+        while True:
+            part, record = self._next_part(share.groups), None
+            if part:
+                frames = [group.frame for group in part]
+                frames[0] = failpoints.damaged("ring.write", frames[0])
+                record = self._ring.try_write(frames, share.readers)
+                if record is None:
+                    return False
+                for _ in part:
+                    share.groups.popleft()
+            message = PlanFor(entry, [group.header for group in part], record, complete=not share.groups)
+            for reader in share.readers:
+                self._send(self._names[reader], message)
+            if message.complete:
+                return True
+
+    def _next_part(self, waiting: deque[StoredGroup]) -> list[StoredGroup]:
+        """The groups of the next record: at least one, if there is one."""
+        part: list[StoredGroup] = []
+        num_bytes = 0
+        for group in waiting:
+            num_bytes += len(group.frame)
+            if part and num_bytes > self._max_bytes:
                 break
-            waiting.popleft()
-            for reader in readers:
-                parts[reader][1].append(header)
-                parts[reader][2].append(descriptor)
-        return parts
+            part.append(group)
+        return part
 
     @property
     def num_queued(self) -> int:
@@ -158,17 +185,23 @@ class PlanReader:
         self._ready.put(error)
 
     def _read(self, plan: PlanFor) -> None:
-        if len(plan.groups) != len(plan.records):
-            raise ProtocolError(f"a plan entry of {len(plan.groups)} groups with {len(plan.records)} ring records")
-        for header, descriptor in zip(plan.groups, plan.records, strict=True):
-            failpoints.fire("ring.read")
-            frame = self._ring.read_content(descriptor, frame_bytes(header))
-            if descriptor.crc != header.crc:
-                raise ProtocolError(f"group {header.lease_id} was changed on its way: its checksum does not match")
-            self._groups.append(TrainGroup(header, payload_from_frame(header, frame)))
-        if plan.records:
-            self._channel.send(Release([descriptor.sequence for descriptor in plan.records]))
+        self._groups += read_groups(self._ring, plan)
+        if plan.record is not None:
+            self._channel.send(Release(plan.record.sequence))
         if plan.complete:
             self.stop_ahead = self.stop_ahead or plan.entry.kind is PlanKind.STOP
             self._ready.put(PlannedEntry(plan.entry, self._groups))
             self._groups = []
+
+
+def read_groups(ring: RingReader, plan: PlanFor) -> list[TrainGroup]:
+    """Copy the groups of a message out of the ring; the record can be released then. Raises `ProtocolError` unless
+    every one of them is what its producer made."""
+    if plan.record is None or not plan.groups:
+        if plan.record is not None or plan.groups:
+            raise ProtocolError(f"a plan entry of {len(plan.groups)} groups, with the ring record {plan.record}")
+        return []
+    failpoints.fire("ring.read")
+    (content,) = ring.read(plan.record, [sum(map(frame_bytes, plan.groups))])
+    payloads = payloads_from_frames(plan.groups, content)
+    return list(map(TrainGroup, plan.groups, payloads))

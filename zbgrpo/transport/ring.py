@@ -2,31 +2,28 @@
 
 The bytes of a record are in shared memory; that it exists is told to the readers by a `Descriptor` which the caller
 sends on a socket. A flag in the shared memory could not do that: on a CPU that reorders stores a reader may see the
-flag before the bytes. A message through the kernel orders both, and the checksum catches whatever goes wrong besides.
+flag before the bytes. A message through the kernel orders both; checksums of what a record holds travel in it too.
 """
 
 from __future__ import annotations
 
 import collections
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Union
 
 import msgspec
-from isal.isal_zlib import crc32
 
 from zbgrpo.errors import ProtocolError, ResourceError
 from zbgrpo.transport import ring_file
 from zbgrpo.transport.ring_file import Memory, RingFile
 
 ALIGNMENT_BYTES = 64
-"""Records and the frames in them begin at multiples of this, a cache line."""
+"""Records begin at multiples of this, a cache line."""
 
 _RECORD_MAGIC = b"zbgrecd1"
 _RECORD_HEADER = struct.Struct("<8sQQ40x")  # magic, sequence, length, padding: 64 bytes
-_ZEROS = bytes(ALIGNMENT_BYTES)
-_FIRST_READER = frozenset([0])
 
 Frame = Union[memoryview, bytes, bytearray]
 
@@ -37,31 +34,15 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
     offset: int
     length: int
-    crc: int
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def record_bytes(frame_lengths: Iterable[int]) -> int:
-    """Bytes of the ring that a record with frames of these lengths takes: its header and each frame, padded to 64."""
-    return _RECORD_HEADER.size + sum(_aligned(length) for length in frame_lengths)
-
-
-def split_frames(record: memoryview, frame_lengths: Sequence[int]) -> list[memoryview]:
-    """The frames of a record that `RingReader.read` returned, in order, as views into it without a copy.
-
-    Raises `ProtocolError` when a record with frames of these lengths would not have the size of this one.
-    """
-    if any(length < 0 for length in frame_lengths) or record_bytes(frame_lengths) != record.nbytes:
-        raise ProtocolError(f"a ring record of {record.nbytes} bytes cannot hold frames of {list(frame_lengths)} bytes")
-    frames = []
-    position = _RECORD_HEADER.size
-    for length in frame_lengths:
-        frames.append(record[position : position + length])
-        position += _aligned(length)
-    return frames
+def record_bytes(num_bytes: int) -> int:
+    """Bytes of the ring that a record of this much content takes: with its header, and padded to 64."""
+    return _RECORD_HEADER.size + _aligned(num_bytes)
 
 
 @dataclass
@@ -96,20 +77,21 @@ class RingWriter:
     A ring of 512 bytes, two readers. A frame of 100 bytes is padded to 128 and has a header of 64:
 
     >>> ring = RingWriter.create("example", capacity_bytes=512, num_readers=2)
-    >>> first = ring.try_write([b"a" * 100], readers=[0, 1])
-    >>> second = ring.try_write([b"b" * 100], readers=[1])
+    >>> both, one = frozenset([0, 1]), frozenset([1])
+    >>> first = ring.try_write([b"a" * 100], both)
+    >>> second = ring.try_write([b"b" * 60, b"b" * 40], one)
     >>> (first.sequence, first.offset, first.length), (second.sequence, second.offset, second.length)
     ((0, 0, 192), (1, 192, 192))
 
     128 bytes are left at the end, too few, and the beginning is not free before both readers have released `first`:
 
-    >>> ring.try_write([b"c" * 100], readers=[0]) is None
+    >>> ring.try_write([b"c" * 100], frozenset([0])) is None
     True
     >>> ring.release(0, sequence=0)
-    >>> ring.try_write([b"c" * 100], readers=[0]) is None
+    >>> ring.try_write([b"c" * 100], frozenset([0])) is None
     True
     >>> ring.release(1, sequence=0)
-    >>> third = ring.try_write([b"c" * 100], readers=[0])
+    >>> third = ring.try_write([b"c" * 100], frozenset([0]))
     >>> third.sequence, third.offset, ring.live_records, ring.used_bytes
     (2, 0, 2, 512)
 
@@ -166,51 +148,29 @@ class RingWriter:
         """Records that are not reclaimed."""
         return len(self._records)
 
-    def try_write(self, frames: Sequence[Frame], readers: Iterable[int]) -> Descriptor | None:
-        """Copy the frames into the ring, or return None when there is no room now. Never waits.
+    def try_write(self, frames: Sequence[Frame], readers: frozenset[int]) -> Descriptor | None:
+        """Copy the frames into a record, one behind the other, or return None when there is no room now. Never waits.
 
-        `readers` are the indices of those who will release the record; at least one. The frames may be reused as soon
-        as this returns; they must be contiguous (any item format). The caller sends the descriptor to each of the
-        readers. Raises `ResourceError` when the record is larger than the ring, `ProtocolError` on a wrong reader.
+        `readers` are the indices of those who will release the record; at least one. The frames, of bytes, may be
+        reused as soon as this returns. The caller sends the descriptor to each of the readers, with what tells them
+        how long the frames are and whether they are whole. Raises `ResourceError` when the record is larger than the
+        ring, `ProtocolError` on a wrong reader.
         """
-        views, expected = [memoryview(frame) for frame in frames], frozenset(readers)
-        length = record_bytes(view.nbytes for view in views)
-        start = self._place(length, expected)
-        if start is None:
-            return None
-        header = _RECORD_HEADER.pack(_RECORD_MAGIC, self._next_sequence, length)
-        return self._written(start, length, expected, self._copy(start % self.capacity_bytes, header, views))
-
-    def try_write_content(self, content: Frame, crc: int, readers: frozenset[int]) -> Descriptor | None:
-        """The same for a single frame of bytes whose crc32 is known: the descriptor carries it and
-        `RingReader.read_content` checks it, so that it covers the whole way from whoever made the bytes."""
-        return self._write_parts((content,), len(content), crc, readers)
-
-    def try_write_parts(self, parts: Sequence[Frame]) -> Descriptor | None:
-        """The same for frames of bytes that whoever reads them checks; one after the other, for reader 0."""
-        return self._write_parts(parts, sum(map(len, parts)), 0, _FIRST_READER)
-
-    def _write_parts(
-        self, parts: Sequence[Frame], num_bytes: int, crc: int, readers: frozenset[int]
-    ) -> Descriptor | None:
-        length = _RECORD_HEADER.size + _aligned(num_bytes)
+        length = record_bytes(sum(map(len, frames)))
         start = self._place(length, readers)
         if start is None:
             return None
         begin = ring_file.HEADER_BYTES + start % self.capacity_bytes
         _RECORD_HEADER.pack_into(self._view, begin, _RECORD_MAGIC, self._next_sequence, length)
         begin += _RECORD_HEADER.size
-        for part in parts:
-            end = begin + len(part)
-            self._view[begin:end] = part
+        for frame in frames:
+            end = begin + len(frame)
+            self._view[begin:end] = frame
             begin = end
-        return self._written(start, length, readers, crc)
-
-    def _written(self, start: int, length: int, readers: frozenset[int], crc: int) -> Descriptor:
         self._records.append(_Record(start, readers, set(readers)))
         self._next_sequence += 1
         self._end = start + length
-        return Descriptor(self._next_sequence - 1, start % self.capacity_bytes, length, crc)
+        return Descriptor(self._next_sequence - 1, start % self.capacity_bytes, length)
 
     def release(self, reader: int, sequence: int) -> None:
         """Reader `reader` needs the record no longer. A second release of the same record changes nothing.
@@ -270,31 +230,12 @@ class RingWriter:
         offset = oldest % self.capacity_bytes
         return offset >= num_bytes and offset + self._end - oldest < self.capacity_bytes
 
-    def _copy(self, offset: int, header: bytes, frames: list[memoryview]) -> int:
-        """Write header and padded frames at `offset`; returns the CRC-32 of all these bytes.
-
-        The checksum is of the source, not of what is in the ring, so that it covers this copy as well.
-        """
-        position = ring_file.HEADER_BYTES + offset
-        crc = 0
-        for source in (memoryview(header), *frames):
-            if source.nbytes == 0:  # an empty view cannot be cast
-                continue
-            frame = source.cast("B")
-            end = position + len(frame)
-            padding = _ZEROS[: _aligned(len(frame)) - len(frame)]
-            self._view[position:end] = frame
-            self._view[end : end + len(padding)] = padding
-            crc = crc32(padding, crc32(frame, crc))
-            position = end + len(padding)
-        return crc
-
 
 class RingReader:
     """The reading end, in another process. It maps the ring read-only and so cannot damage it.
 
     It returns copies: a record can be released to the writer (`RingWriter.release`, through the caller's socket) as
-    soon as `read` returns, and what was checked is what is used.
+    soon as `read` returns, and what the caller checks is what it uses.
     """
 
     def __init__(self, memory: Memory, capacity_bytes: int) -> None:
@@ -316,44 +257,27 @@ class RingReader:
         """The same for a ring of `create_anonymous`."""
         return cls(ring_file.map_anonymous(path, capacity_bytes), capacity_bytes)
 
-    def read(self, descriptor: Descriptor) -> memoryview:
-        """A copy of the record, its header included, which the caller owns and may write to; see `split_frames`.
+    def read(self, descriptor: Descriptor, lengths: Sequence[int]) -> list[memoryview]:
+        """Copies of the frames of a record, which have these lengths; the caller owns them and may write to them.
 
-        Raises `ProtocolError` when the descriptor points outside the ring, or the bytes there are not those of the
-        record it describes: wrong magic, sequence, length or checksum.
+        That they are whole is for the caller to check. Raises `ProtocolError` when a record with such frames would not
+        have the size of this one, when the descriptor points outside the ring, and when what is there has another
+        magic, sequence or length.
         """
-        begin = self._begin(descriptor)
-        record = bytearray(self._view[begin : begin + descriptor.length])
-        self._check(record, 0, descriptor)
-        if crc32(record) != descriptor.crc:
-            raise _corrupt(descriptor, "its checksum does not match the descriptor")
-        return memoryview(record)
-
-    def read_content(self, descriptor: Descriptor, num_bytes: int) -> memoryview:
-        """A copy of what `RingWriter.try_write_content` wrote, without the header; `num_bytes` of it.
-
-        Raises `ProtocolError` as `read` does, and when a record of that content would not have the size of this one.
-        """
-        (content,) = self.read_parts(descriptor, [num_bytes])
-        if crc32(content) != descriptor.crc:
-            raise _corrupt(descriptor, "or was changed on its way: its checksum does not match")
-        return content
-
-    def read_parts(self, descriptor: Descriptor, lengths: Sequence[int]) -> list[memoryview]:
-        """Copies of the frames of `RingWriter.try_write_parts`, which have these lengths. That they are whole is for
-        the caller to check; raises `ProtocolError` for everything else, as `read_content` does."""
-        if min(lengths, default=-1) < 0 or _RECORD_HEADER.size + _aligned(sum(lengths)) != descriptor.length:
+        if min(lengths, default=0) < 0 or record_bytes(sum(lengths)) != descriptor.length:
             raise ProtocolError(
                 f"a ring record of {descriptor.length} bytes cannot hold frames of {lengths[:16]} bytes"
             )
         begin = self._begin(descriptor)
-        self._check(self._view, begin, descriptor)
+        magic, found_sequence, found_length = _RECORD_HEADER.unpack_from(self._view, begin)
+        if magic != _RECORD_MAGIC or found_sequence != descriptor.sequence or found_length != descriptor.length:
+            raise _corrupt(descriptor, "its header does not match the descriptor")
         begin += _RECORD_HEADER.size
-        parts = []
+        frames = []
         for length in lengths:
-            parts.append(memoryview(bytearray(self._view[begin : begin + length])))
+            frames.append(memoryview(bytearray(self._view[begin : begin + length])))
             begin += length
-        return parts
+        return frames
 
     def _begin(self, descriptor: Descriptor) -> int:
         """Where in the file a record is, which must be inside the ring."""
@@ -361,11 +285,6 @@ class RingReader:
         if offset < 0 or descriptor.length < _RECORD_HEADER.size or end > self.capacity_bytes:
             raise _corrupt(descriptor, f"bytes {offset} to {end} of a ring of {self.capacity_bytes}")
         return ring_file.HEADER_BYTES + offset
-
-    def _check(self, buffer: bytearray | memoryview, begin: int, descriptor: Descriptor) -> None:
-        magic, found_sequence, found_length = _RECORD_HEADER.unpack_from(buffer, begin)
-        if magic != _RECORD_MAGIC or found_sequence != descriptor.sequence or found_length != descriptor.length:
-            raise _corrupt(descriptor, "its header does not match the descriptor")
 
     def close(self) -> None:
         """Unmap the memory. Calling it again changes nothing."""

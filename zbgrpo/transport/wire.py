@@ -15,14 +15,13 @@ with integers before anything is allocated. Anything else is a `ProtocolError`, 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from isal.isal_zlib import crc32
+from isal.isal_zlib import crc32, crc32_combine
 
 from zbgrpo.errors import ProtocolError
 from zbgrpo.transport.messages import MAGIC, PROTOCOL, GroupHeader, Groups, Header, Message, PlanRelay
@@ -34,7 +33,9 @@ Buffer = bytes | bytearray | memoryview
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Header)
 _DTYPES = [np.dtype(name) for name in PAYLOAD_DTYPES.values()]
-_ROW_BYTES = [np.dtype(kind).itemsize * (3 if name == "spans" else 1) for name, kind in PAYLOAD_DTYPES.items()]
+_WORD_BYTES = 4
+"""Of a number in any tensor of a group."""
+_SPAN_WORDS = 3
 NUM_TENSORS = len(_DTYPES)
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 _CRC_BYTES = 4  # of the header, little-endian
@@ -191,7 +192,13 @@ def _known_crcs(messages: Sequence[Message], num_frames: int) -> list[int]:
 
 def payload_frame(payload: GroupPayload) -> bytes:
     """The tensors of a group, back to back, in the order in which they travel."""
-    return b"".join([np.ascontiguousarray(t, dtype=kind).data for t, kind in zip(payload, _DTYPES, strict=True)])
+    return b"".join(map(_in_order, payload, _DTYPES))
+
+
+def _in_order(tensor: np.ndarray, dtype: np.dtype) -> memoryview:
+    if tensor.dtype != dtype or not tensor.flags.c_contiguous:
+        tensor = np.ascontiguousarray(tensor, dtype)
+    return tensor.data
 
 
 def payload_crc(frame: Buffer) -> int:
@@ -213,7 +220,7 @@ def frame_bytes(header: GroupHeader) -> int:
     sizes = header.sizes
     if len(sizes) != NUM_TENSORS or min(sizes) < 0:
         raise ProtocolError(f"group {header.lease_id} declares sizes {sizes[:16]}")
-    return sum(map(operator.mul, sizes, _ROW_BYTES))
+    return _WORD_BYTES * (sum(sizes) + (_SPAN_WORDS - 1) * sizes[-1])
 
 
 def check_frames(headers: Sequence[GroupHeader], frames: Sequence[Buffer]) -> None:
@@ -228,26 +235,53 @@ def check_frames(headers: Sequence[GroupHeader], frames: Sequence[Buffer]) -> No
 
 
 def payload_from_frame(header: GroupHeader, frame: Buffer) -> GroupPayload:
-    """Arrays over the given bytes (no copy, but of `spans` where they are not aligned); header, lengths, spans and
-    counts agree; raises `ProtocolError`."""
-    if len(frame) != frame_bytes(header):
-        raise ProtocolError(f"the tensors of group {header.lease_id} do not have their declared sizes")
-    if not _sizes_agree(header):
-        raise ProtocolError(f"header, lengths or spans of group {header.lease_id} contradict each other")
-    # Windows of two arrays over all that is before `finish`: to make an array of a buffer costs several of them.
-    a, b, c, d, e, f, end = accumulate(header.sizes[:7])
-    words = np.frombuffer(frame, np.int32, end)
+    """`payloads_from_frames` for a single group."""
+    return payloads_from_frames([header], frame)[0]
+
+
+def payloads_from_frames(headers: Sequence[GroupHeader], frames: Buffer) -> list[GroupPayload]:
+    """Arrays over the frames of these groups, which lie one behind the other (no copy). Checksum, counts, lengths and
+    spans of each agree with its header; raises `ProtocolError`."""
+    sizes = list(map(frame_bytes, headers))
+    if len(frames) != sum(sizes):
+        raise ProtocolError(f"{len(frames)} bytes are not the tensors of {len(headers)} groups")
+    _check_crcs(headers, sizes, frames)
+    words = np.frombuffer(frames, np.int32)
     floats = words.view(np.float32)
-    num_finish, num_spans = header.sizes[7:]
-    finish = np.frombuffer(frame, np.uint8, num_finish, 4 * end)
-    spans = np.frombuffer(frame, np.int32, 3 * num_spans, 4 * end + num_finish).reshape(-1, 3)
-    payload = GroupPayload(
-        words[:a], words[a:b], floats[b:c], words[c:d], floats[d:e], floats[e:f], floats[f:end], finish,
-        spans if spans.flags.aligned else spans.copy(),
-    )  # fmt: skip
-    if not _agrees(header, payload):
-        raise ProtocolError(f"header, lengths or spans of group {header.lease_id} contradict each other")
-    return payload
+    payloads = []
+    a = 0  # where the tensors of a group begin, in words
+    for header in headers:
+        if not _sizes_agree(header):
+            raise _contradiction(header)
+        a, b, c, d, e, f, g, h, i = accumulate(header.sizes[:-1], initial=a)
+        end = i + _SPAN_WORDS * header.sizes[-1]
+        lengths, spans = words[d:e], words[i:end]
+        if not _agrees(header, lengths.tolist(), spans.tolist()):
+            raise _contradiction(header)
+        payloads.append(
+            GroupPayload(
+                words[a:b], words[b:c], floats[c:d], lengths, floats[e:f], floats[f:g], floats[g:h], words[h:i],
+                spans.reshape(-1, _SPAN_WORDS),
+            )
+        )  # fmt: skip
+        a = end
+    return payloads
+
+
+def _check_crcs(headers: Sequence[GroupHeader], sizes: Sequence[int], frames: Buffer) -> None:
+    """One checksum of all frames against what theirs give together: with each of several this thread would let go of
+    the interpreter, and it takes longer to get it back from others than to compute it."""
+    together = 0
+    for header, size in zip(headers, sizes, strict=True):
+        together = crc32_combine(together, header.crc, size)
+    if crc32(frames) != together:
+        raise ProtocolError(
+            f"groups {[header.lease_id for header in headers][:16]} are corrupt: their checksums differ"
+        )
+
+
+def _contradiction(header: GroupHeader) -> ProtocolError:
+    return ProtocolError(f"header, lengths or spans of group {header.lease_id} contradict each other")
 
 
 def _sizes_agree(header: GroupHeader) -> bool:
@@ -258,27 +292,27 @@ def _sizes_agree(header: GroupHeader) -> bool:
     return counted and min(num_prompt, num_responses, num_spans) > 0
 
 
-def _agrees(header: GroupHeader, payload: GroupPayload) -> bool:
-    """Whether counts, lengths, spans and header fit together. In plain numbers: a group has few responses and spans,
-    for which that is faster than arrays."""
+def _agrees(header: GroupHeader, lengths: list[int], spans: list[int]) -> bool:
+    """Whether counts, lengths, spans (three numbers each) and header fit together. In plain numbers: a group has few
+    responses and spans, for which that is faster than arrays."""
     num_prompt, num_new, *_ = header.sizes
-    lengths = payload.lengths.tolist()
-    if min(lengths) < 1 or sum(lengths) != num_new:
-        return False
-    spans = payload.spans.tolist()
-    versions = [version for _, _, version in spans]
+    versions = spans[2::_SPAN_WORDS]
     return (
-        _spans_cover(spans, lengths)
+        min(lengths) > 0
+        and sum(lengths) == num_new
+        and _spans_cover(spans[::_SPAN_WORDS], spans[1::_SPAN_WORDS], lengths)
         and header.num_tokens == num_prompt + num_new
         and header.oldest_version == min(versions)
         and header.newest_version == max(versions)
     )
 
 
-def _spans_cover(spans: Sequence[Sequence[int]], lengths: Sequence[int]) -> bool:
+def _spans_cover(responses: list[int], starts: list[int], lengths: list[int]) -> bool:
     """Every response has spans that start at 0 and go up."""
+    if responses == list(range(len(lengths))) and not any(starts):  # one each
+        return True
     current, last_start = -1, 0
-    for response, start, _ in spans:
+    for response, start in zip(responses, starts, strict=True):
         if response == current:
             if start <= last_start:
                 return False
