@@ -4,9 +4,9 @@ Both sides move groups with the same numbers of tokens and hand them over in bat
 
 Ours, three processes: a producer makes the tensors of each group into one frame with a checksum and sends a batch as a
 message; the hub's sockets, plan publisher and ring (`forwarder`) check it, acknowledge it and put it into shared
-memory; the consumer copies each group out, checks it again and makes torch tensors of it. Every group is leased,
-acknowledged and delivered exactly once, which the run fails without. Its responses are all as long as they may be, so
-nothing is gained by not padding them; ids travel as int32.
+memory; the consumer copies it out, checks it again, and makes torch tensors of each group's arrays. Every group is
+leased, acknowledged and delivered exactly once, which the run fails without. Its responses are all as long as they may
+be, so nothing is gained by not padding them; ids travel as int32.
 
 The baseline (`baselines/ray_queue.py`) puts a batch of padded tensors into the actor, takes a copy of it out, and
 copies that once more, one call after the other. It has an environment of its own, made once by pip.
