@@ -44,7 +44,7 @@ from zbgrpo.topology.env import usable_cores
 NUM_ROUNDS = 3
 MEASURING = {
     "synchronous": "-imbs 16 -ibs 16 -tbs 48 -tMbs 16 --max-staleness 0 --max-steps 50",
-    "balanced": "-imbs 48 -ibs 48 -tbs 48 -tMbs 24 --max-staleness 2 --max-steps 60",
+    "balanced": "-imbs 48 -ibs 48 -tbs 96 -tMbs 32 --max-staleness 2 --max-steps 40",
     "generation-limited": "-imbs 2 -ibs 8 -tbs 16 -tMbs 8 --max-staleness 2 --max-steps 60",
 }
 CONFIGURATIONS = {
