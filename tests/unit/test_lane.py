@@ -27,6 +27,7 @@ RUN = "run-1"
 TIMING = Timing(heartbeat_seconds=0.05, peer_timeout_seconds=60.0, resend_seconds=0.2)
 LONG_BYTES = 20_000
 GIVE_UP_SECONDS = 60.0
+FIRST = b"first"
 
 Arrived = list[tuple[str, m.Message, list[bytes]]]
 
@@ -39,9 +40,9 @@ class Ends:
         self.channels: list[Channel] = []
         self.arrived: Arrived = []
 
-    def channel(self, incarnation: int = 0, sends_groups: bool = True) -> Channel:
+    def channel(self, incarnation: int = 0) -> Channel:
         sender = Sender(RUN, "producer:0", incarnation)
-        channel = Channel(self.server.address, sender, TIMING, 1 << 26, sends_groups=sends_groups).start()
+        channel = Channel(self.server.address, sender, TIMING, 1 << 26).start()
         self.channels.append(channel)
         channel.send(m.Hello(0))
         return channel
@@ -54,10 +55,12 @@ class Ends:
                 self.arrived.append((name, message, [bytes(frame) for frame in frames]))
             self.server.tick()
 
-    def with_lane(self) -> Channel:
-        """A channel whose lane is open."""
-        channel = self.channel()
+    def with_lane(self, incarnation: int = 0) -> Channel:
+        """A channel whose lane is open: it has sent a group, which came as a part."""
+        channel = self.channel(incarnation)
+        send(channel, FIRST)
         self.serve(lambda: channel._lane is not None and channel._lane._is_open and channel.drained())
+        assert self.arrived.pop()[2] == [FIRST]
         return channel
 
     def groups(self) -> list[bytes]:
@@ -80,13 +83,13 @@ def ends() -> Iterator[Ends]:
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many parts, its header included, each message with frames or a record had."""
+    """How many parts, its header included, each message with frames or a record had, behind that of `with_lane`."""
     seen: list[int] = []
     original = wire.encode
 
     def counting(*args: Any, **options: Any) -> list[wire.Buffer]:
         encoded = original(*args, **options)
-        if len(args) > 4 and len(args[4]):
+        if len(args) > 4 and len(args[4]) and args[4][0] != FIRST:
             seen.append(len(encoded))
         return encoded
 
@@ -165,14 +168,20 @@ def test_without_memory_for_it_groups_come_all_the_same(ends: Ends, monkeypatch:
     assert channel._lane is None and ends.groups() == [frame(0)]
 
 
-def test_no_lane_for_those_who_send_no_groups_nor_over_tcp() -> None:
-    for host, sends_groups in ((None, False), ("127.0.0.1", True)):
-        ends = Ends(host)
-        channel = ends.channel(sends_groups=sends_groups)
-        send(channel, frame(0))
-        ends.serve(lambda ends=ends, channel=channel: ends.groups() and channel.drained())
-        assert channel._lane is None
-        ends.close()
+def test_who_sends_no_frames_has_no_lane(ends: Ends) -> None:
+    channel = ends.channel()
+    channel.send(m.Trained(1))
+    ends.serve(lambda: len(ends.arrived) == 2 and channel.drained())
+    assert channel._lane is None and ends.server.peers["producer:0"].lane is None
+
+
+def test_over_tcp_there_is_no_lane() -> None:
+    ends = Ends("127.0.0.1")
+    channel = ends.channel()
+    send(channel, frame(0))
+    ends.serve(lambda: ends.groups() and channel.drained())
+    assert channel._lane is None
+    ends.close()
 
 
 def test_a_server_on_tcp_opens_no_file_that_it_is_told_of() -> None:
@@ -190,8 +199,7 @@ def test_another_start_of_the_peer_has_another_lane(ends: Ends) -> None:
     send(first, frame(0))
     ends.serve(ends.groups)
     first.close(0.0)
-    second = ends.channel(incarnation=1)
-    ends.serve(lambda: second._lane is not None and second._lane._is_open)
+    second = ends.with_lane(incarnation=1)
     send(second, frame(1))
     ends.serve(lambda: len(ends.groups()) == 2 and second.drained())
     assert ends.groups() == [frame(0), frame(1)]

@@ -230,13 +230,7 @@ def as_tensors(group: TrainGroup) -> tuple[Any, ...]:
 
 def _channel(settings: Settings, name: str) -> Channel:
     keep_freed_memory()
-    return Channel(
-        address_of(settings.address),
-        Sender(settings.run_id, name),
-        TIMING,
-        MAX_MESSAGE_BYTES,
-        sends_groups=name.startswith("producer:"),
-    )
+    return Channel(address_of(settings.address), Sender(settings.run_id, name), TIMING, MAX_MESSAGE_BYTES)
 
 
 def _run_producer(settings: Settings) -> dict[str, Any]:

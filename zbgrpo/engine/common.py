@@ -102,13 +102,7 @@ def make_channel(config: RunConfig, document: Document, address: dict[str, str],
     keep_freed_memory()
     transport = config.transport
     timing = Timing(transport.heartbeat_seconds, transport.peer_timeout_seconds, transport.resend_seconds)
-    return Channel(
-        address_of(address),
-        Sender(document.run_id, name),
-        timing,
-        MAX_MESSAGE_BYTES,
-        sends_groups=name.startswith("producer:"),
-    )
+    return Channel(address_of(address), Sender(document.run_id, name), timing, MAX_MESSAGE_BYTES)
 
 
 def say_hello(channel: Channel, rank: Rank, node: int) -> None:

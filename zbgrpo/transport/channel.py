@@ -58,13 +58,10 @@ class Received(NamedTuple):
 class Channel:
     """See the module's text. Messages of the types in `route` go to queues of their own, the others to `receive`."""
 
-    def __init__(
-        self, address: Address, sender: Sender, timing: Timing, max_message_bytes: int, *, sends_groups: bool = False
-    ) -> None:
-        """`sends_groups`: offer the other side a lane for them, if it may be on this machine."""
+    def __init__(self, address: Address, sender: Sender, timing: Timing, max_message_bytes: int) -> None:
         self._address, self._sender, self._timing = address, sender, timing
         self._lane: LaneSender | None = None
-        self._wants_lane = sends_groups and address.is_local
+        self._may_offer_lane = address.is_local
         self._max_message_bytes = max_message_bytes
         self._outbox: deque[Item] = deque()
         self._inbox: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
@@ -108,9 +105,6 @@ class Channel:
 
     def start(self) -> Channel:
         """Start the thread; routes must be set before."""
-        if self._wants_lane and (lane := lane_or_none(partial(LaneSender, self._sender.name))) is not None:
-            self._lane = lane
-            self._outbox.appendleft(Item([lane.offer()], ()))
         self._thread.start()
         self._started.wait(self._timing.peer_timeout_seconds)
         return self
@@ -242,6 +236,9 @@ class Channel:
         would be lost, and sent again only much later."""
         while self._outbox:
             number, item = together(self._outbox.copy())  # others add to it meanwhile
+            if item.frames and self._may_offer_lane:
+                self._offer_lane()
+                continue
             record = None
             if self._lane is not None and item.frames:
                 record = self._lane.place(self._link.next_sequence, item.frames)
@@ -254,6 +251,13 @@ class Channel:
             for _ in range(number):
                 self._outbox.popleft()  # only now, so that `drained` never misses a message between the two
         return True
+
+    def _offer_lane(self) -> None:
+        """Before the first frames, so that only those who send some have one."""
+        self._may_offer_lane = False
+        self._lane = lane_or_none(partial(LaneSender, self._sender.name))
+        if self._lane is not None:
+            self._outbox.appendleft(Item([self._lane.offer()], ()))
 
     def _arrived(self, parts: list[memoryview], now: float) -> bool:
         """Take a message; False when it is for another start of this peer, whose numbers mean nothing here."""

@@ -3,8 +3,8 @@
 A peer on the hub's machine writes the frames of a message into a ring of its own and sends where they are. The hub
 copies them out as it takes the message: one copy on each side, in place of those that the socket makes for both.
 
-States of a lane: OFFERED (the peer's first message) -> OPEN (the hub can map it, and has said so). Before it is open,
-and where it has no room, frames travel as parts of their messages. Invariant: a record does not change before its
+States of a lane: OFFERED (before the peer's first frames) -> OPEN (the hub can map it, and has said so). Before it is
+open, and where it has no room, frames travel as parts of their messages. Invariant: a record does not change before its
 message has been acknowledged, that is before the hub has copied it; a message that is sent again has the same record.
 
 Example: messages 3 and 4 have their frames in records 0 and 1. The acknowledgement of 3 gives the room of record 0

@@ -46,7 +46,7 @@ class Hello(Struct, frozen=True, tag=True):
 
 
 class Lane(Struct, frozen=True, tag=True):
-    """Producer -> hub, before everything else: memory through which frames may come; see `zbgrpo.transport.lane`."""
+    """Producer -> hub, before its first frames: memory through which frames may come; see `zbgrpo.transport.lane`."""
 
     path: str
     capacity_bytes: int
