@@ -273,6 +273,8 @@ def test_groups_without_their_frames_are_refused() -> None:
         {"lengths": [2, 2]},
         {"lengths": [3, 0]},
         {"lengths": [4, -1]},
+        {"lengths": [3, 0], "spans": [[0, 0, 4], [1, 0, 4]]},
+        {"lengths": [4, -1], "spans": [[0, 0, 4], [1, 0, 4]]},
         {"lengths": [2, 1, 1]},
         {"lengths": []},
         {"prompt_ids": []},
