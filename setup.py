@@ -16,7 +16,7 @@ REQUIRED = [
     "numpy",
     "msgspec",
     "pyzmq",
-    "isal",
+    "isal>=1.6.1",
     "pyyaml",
     "rich",
     "math-verify",

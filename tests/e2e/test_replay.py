@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launching import REPOSITORY, Run
-from zbgrpo.engine.steplog import Commit, Minibatch, Start, StepLog, read_step_log, starts_of, step_log_path
+from zbgrpo.engine.steplog import FORMAT, Commit, Minibatch, Start, StepLog, read_step_log, starts_of, step_log_path
 from zbgrpo.errors import RunFolderError
 from zbgrpo.observe.events import iter_events
 
@@ -51,17 +51,24 @@ def test_an_asynchronous_run_of_two_consumers_is_replayed(workplace: Path) -> No
 
 def test_what_a_killed_run_has_recorded_counts_up_to_the_cut(tmp_path: Path) -> None:
     path = step_log_path(tmp_path, 0, 7)
-    log = StepLog(path, Start(7, 1, 100))
+    log = StepLog(path, Start(7, 1, 100, FORMAT))
     log.commit(8, False)
     log.commit(9, True)
     log.close()
     whole = path.read_bytes()
-    assert [*read_step_log(path)] == [Start(7, 1, 100), Commit(8, False), Commit(9, True)]
+    assert [*read_step_log(path)] == [Start(7, 1, 100, FORMAT), Commit(8, False), Commit(9, True)]
     path.write_bytes(whole[:-1])
-    assert [*read_step_log(path)] == [Start(7, 1, 100), Commit(8, False)]
+    assert [*read_step_log(path)] == [Start(7, 1, 100, FORMAT), Commit(8, False)]
     assert starts_of(tmp_path) == [7]
     path.write_bytes(whole[:12] + bytes([whole[12] ^ 1]) + whole[13:])
     with pytest.raises(RunFolderError, match="is damaged"):
+        list(read_step_log(path))
+
+
+def test_what_a_version_of_another_format_has_recorded_is_refused(tmp_path: Path) -> None:
+    path = step_log_path(tmp_path, 0, 7)
+    StepLog(path, Start(7, 1, 100)).close()
+    with pytest.raises(RunFolderError, match=f"writes format 1; this one reads {FORMAT}"):
         list(read_step_log(path))
 
 

@@ -145,20 +145,29 @@ def make_node() -> Iterator[Callable[..., Node]]:
 # ------------------------------------------------------------------------------------------------ through the ring
 
 
+@pytest.mark.parametrize("ring_groups", [4, 32])
 @pytest.mark.parametrize("dp_indices", [[0, 1], [1, 0], [0, 0], [0, 1, 1]], ids=str)
-def test_entries_in_order_and_groups_only_to_their_ranks(make_node: Callable[..., Node], dp_indices: list[int]) -> None:
-    """A hundred groups through a ring of about four."""
+def test_entries_in_order_and_groups_only_to_their_ranks(
+    make_node: Callable[..., Node], dp_indices: list[int], ring_groups: int
+) -> None:
+    """Hundreds of groups through a ring of about four, in a record each, or of about 32, in records of several."""
+    per_record: list[int] = []
+
+    def look(node: Node, message: m.PlanFor) -> m.PlanFor:
+        per_record.append(len(message.groups))
+        return message
+
     lease_ids = iter(range(1_000))
     entries: list[PlanEntry] = []
-    for number in range(25):
+    for number in range(25 * ring_groups // 4):
         ranks = [[next(lease_ids) for _ in range((number + dp) % 4)] for dp in range(max(dp_indices) + 1)]
         entries.append(train(len(entries), ranks))
         if number % 5 == 4:
             entries.append(PlanEntry(len(entries), PlanKind.SAVE, version=number))
-    entries.append(PlanEntry(len(entries), PlanKind.END, version=25))
+    entries.append(PlanEntry(len(entries), PlanKind.END, version=len(entries)))
     published = [lease_id for entry in entries for ids in entry.ranks for lease_id in ids]
     sizes = [record_size(lease_id) for lease_id in published]
-    node = make_node(dp_indices, max(4 * sum(sizes) // len(sizes), *sizes))
+    node = make_node(dp_indices, max(ring_groups * sum(sizes) // len(sizes), *sizes), look)
     assert sum(sizes) > 5 * node.ring.capacity_bytes
 
     for entry in entries:
@@ -168,6 +177,7 @@ def test_entries_in_order_and_groups_only_to_their_ranks(make_node: Callable[...
     node.serve(lambda: node.ring.live_records == 0)
 
     assert node.publisher.num_queued == 0
+    assert ring_groups == 4 or sum(number > 1 for number in per_record) > 50
     for dp_index, mine in zip(dp_indices, collected, strict=True):
         assert [planned.entry for planned in mine] == entries
         for planned in mine:
@@ -302,6 +312,14 @@ def test_a_repeated_release_changes_nothing_and_a_false_one_is_an_error(ring: Ri
         publisher.released("reader:0", outbox.records[11])
     with pytest.raises(ProtocolError):
         publisher.released("reader:0", 99)
+
+
+@pytest.mark.parametrize("ranks", [[[10, 11], []], [[10]]], ids=str)
+def test_an_entry_without_its_groups_or_ranks_is_an_error(ring: RingWriter, ranks: list[list[int]]) -> None:
+    publisher = PlanPublisher(ring, {"reader:0": 0, "reader:1": 1}, Outbox())
+    with pytest.raises(ProtocolError, match="plan entry 7 lacks"):
+        publisher.publish(train(7, ranks), same(10))
+    assert publisher.num_queued == 0
 
 
 def test_a_group_that_can_never_fit_is_an_error(ring: RingWriter) -> None:

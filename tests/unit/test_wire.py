@@ -199,6 +199,18 @@ def test_wrong_headers_are_refused(change: Callable[[list[Any]], None], says: st
         wire.decode(reencoded(encoded(golden_payload()), change), SENDER.run_id)
 
 
+@pytest.mark.parametrize("added", [1, 1 << 32, -(1 << 32), (1 << 63) - (1 << 32)])
+def test_a_group_whose_header_has_another_checksum_is_refused(added: int) -> None:
+    """Also one that differs from it behind the 32nd bit only: the logs are joined by it."""
+
+    def change(fields: list[Any]) -> None:
+        group = fields[7][0]["groups"][0]
+        group[7] += added
+
+    with pytest.raises(ProtocolError, match="other frames than they say"):
+        wire.decode(reencoded(encoded(golden_payload()), change), SENDER.run_id)
+
+
 def test_missing_and_additional_frames_are_refused() -> None:
     parts = encoded(golden_payload())
     for wrong in (parts[:-1], [*parts, b""], parts[:1], [parts[0], *parts[2:]]):

@@ -218,8 +218,8 @@ class TrafficConsumer:
 
 
 def as_tensors(group: TrainGroup) -> tuple[Any, ...]:
-    """The arrays of a group as torch tensors. Their memory is what the group was copied to out of the ring, which is
-    theirs alone."""
+    """The arrays of a group as torch tensors. Their memory is what the groups of the entry were copied to out of the
+    ring, which nobody else uses."""
     import torch
 
     return tuple(map(torch.from_numpy, group.payload))

@@ -25,6 +25,8 @@ from zbgrpo.transport.plan_stream import TrainGroup
 from zbgrpo.transport.wire import payload_frame, payload_from_frame
 
 _FRAME = struct.Struct("<II")
+FORMAT = 2
+"""Raised with every change that would make other code misread a file."""
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -35,6 +37,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     num_threads: int
     """Of torch: sums of floating-point numbers depend on it."""
     num_schedule_rows: int
+    format: int = 1
+    """Of the records, see `FORMAT`."""
 
 
 class Minibatch(msgspec.Struct, frozen=True, tag="minibatch"):
@@ -96,7 +100,9 @@ def open_step_log(config: RunConfig, log_dir: Path, rank: int, version: int, num
     """The log of a start that goes on from `version`; None unless it is asked for (observe.record_steps)."""
     if not config.observe.record_steps:
         return None
-    return StepLog(step_log_path(log_dir, rank, version), Start(version, torch.get_num_threads(), num_schedule_rows))
+    return StepLog(
+        step_log_path(log_dir, rank, version), Start(version, torch.get_num_threads(), num_schedule_rows, FORMAT)
+    )
 
 
 def step_log_path(log_dir: Path, rank: int, version: int) -> Path:
@@ -114,7 +120,7 @@ def starts_of(log_dir: Path) -> list[int]:
 
 
 def read_step_log(path: Path) -> Iterator[Record]:
-    """The records of a file. Raises `RunFolderError` if it is missing or damaged."""
+    """The records of a file. Raises `RunFolderError` if it is missing or damaged, or if other code has written it."""
     try:
         content = memoryview(path.read_bytes())
     except OSError as error:
@@ -129,4 +135,9 @@ def read_step_log(path: Path) -> Iterator[Record]:
             return  # cut off
         if crc32(record) != crc:
             raise RunFolderError(f"{path} is damaged: the checksum of the record before byte {position} is wrong")
-        yield _decoder.decode(record)
+        decoded = _decoder.decode(record)
+        if isinstance(decoded, Start) and decoded.format != FORMAT:
+            raise RunFolderError(
+                f"{path}: recorded by a version of zbgrpo that writes format {decoded.format}; this one reads {FORMAT}"
+            )
+        yield decoded

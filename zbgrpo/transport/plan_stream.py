@@ -22,8 +22,9 @@ from zbgrpo.transport.wire import Buffer, frame_bytes, payloads_from_frames
 from zbgrpo.types import GroupPayload
 
 _RECORDS_IN_RING = 8
-"""A record takes at most this share of the ring, unless it holds a single group: readers copy one while the next one is
-written."""
+_MAX_RECORD_BYTES = 8 << 20
+"""The groups of a record are at most this much, and this share of the ring, unless there is only one: readers copy one
+record while the next one is written, and a reader's other threads wait while it does."""
 
 
 class StoredGroup(NamedTuple):
@@ -57,11 +58,11 @@ class _Share(NamedTuple):
 class PlanPublisher:
     """Writes the groups of each entry into the ring and tells the readers, strictly in plan order.
 
-    States of an entry: QUEUED -> PARTLY SENT (its next group has no room yet) -> SENT. Invariant: an entry is sent to
-    all local readers, and nothing of it before the end of the entry before it. Groups of one rank are written together,
-    in one record, as far as a part of the ring has room for them, and are told as soon as they are written, so that
-    readers make room for the next: the ring need only hold one group, whatever the size of an entry. It never waits:
-    `pump` goes on when a reader's release has made room.
+    States of an entry: QUEUED -> PARTLY SENT (its next record has no room yet) -> SENT. Invariant: an entry is sent to
+    all local readers, and nothing of it before the end of the entry before it. The groups of one rank are written
+    together, in one record or a few, and a record is told as soon as it is written, so that readers make room for the
+    next: the ring need only hold one group, whatever the size of an entry. It never waits: `pump` goes on when a
+    reader's release has made room.
     """
 
     def __init__(self, ring: RingWriter, readers: Mapping[str, int], send: Callable[[str, Message], None]) -> None:
@@ -73,15 +74,18 @@ class PlanPublisher:
         for number, dp in enumerate(readers.values()):
             ranks.setdefault(dp, set()).add(number)
         self._readers_of = {dp: frozenset(numbers) for dp, numbers in ranks.items()}
-        self._max_bytes = ring.capacity_bytes // _RECORDS_IN_RING
+        self._max_bytes = min(ring.capacity_bytes // _RECORDS_IN_RING, _MAX_RECORD_BYTES)
         self._queue: deque[tuple[PlanEntry, deque[_Share]]] = deque()
 
     def publish(self, entry: PlanEntry, groups: Mapping[int, StoredGroup]) -> None:
-        """Queue an entry with the groups (by lease id) of this node's ranks."""
+        """Queue an entry with the groups (by lease id) of this node's ranks; `ProtocolError` if one is not there."""
         shares: deque[_Share] = deque()
-        for dp, readers in self._readers_of.items():
-            ids = entry.ranks[dp] if entry.ranks else []
-            shares.append(_Share(readers, deque([groups[lease_id] for lease_id in ids])))
+        try:
+            for dp, readers in self._readers_of.items():
+                ids = entry.ranks[dp] if entry.ranks else []
+                shares.append(_Share(readers, deque([groups[lease_id] for lease_id in ids])))
+        except (KeyError, IndexError) as error:
+            raise ProtocolError(f"plan entry {entry.sequence} lacks a group or a rank: {error}") from error
         self._queue.append((entry, shares))
         self.pump()
 

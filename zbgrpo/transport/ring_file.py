@@ -64,9 +64,12 @@ def create_anonymous(name_hint: str, capacity_bytes: int) -> RingFile:
     """A file that has no name anywhere, so that nothing is left behind however the processes end, and whose size nobody
     can change. Others open it through the descriptor of this process. All of its memory is reserved.
 
-    Raises `ResourceError` when there is no memory for it.
+    Raises `ResourceError` when there is no memory or no descriptor for it.
     """
-    descriptor = os.memfd_create(f"zbgrpo-{_printable(name_hint)}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        descriptor = os.memfd_create(f"zbgrpo-{_printable(name_hint)}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise ResourceError(f"no file for {HEADER_BYTES + capacity_bytes} shared bytes: {error.strerror}") from error
     with contextlib.ExitStack() as if_it_fails:
         if_it_fails.callback(os.close, descriptor)
         try:

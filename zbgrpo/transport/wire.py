@@ -5,12 +5,12 @@ The last four bytes of the header's part are the crc32 of those before them, so 
 acknowledgement arrives as another one.
 
 The frame of a group holds its tensors back to back, in the order of `PAYLOAD_DTYPES`. Its crc32 is computed once, by
-whoever made the group, and checked wherever it arrives: it is the checksum of the frame in a message and of the record
-in a ring, and by it the logs are joined.
+whoever made the group, and checked wherever it arrives, in a message or out of a ring; by it the logs are joined.
 
-Guarantees of `decode`: header and frames have their crc32; magic, protocol and run are right, the header has the
-declared types; of `check_frames`: dtypes and shapes of a group's tensors agree with the length of its frame, checked
-with integers before anything is allocated. Anything else is a `ProtocolError`, and the message is not used.
+Guarantees of `decode`: header and frames have their crc32, which for a group is also the one in its own header; magic,
+protocol and run are right, the header has the declared types; of `check_frames`: dtypes and shapes of a group's tensors
+agree with the length of its frame, checked with integers before anything is allocated. Anything else is a
+`ProtocolError`, and the message is not used.
 """
 
 from __future__ import annotations
@@ -167,6 +167,8 @@ def decode_frames(
     for number, (frame, crc) in enumerate(zip(frames, header.crcs, strict=True)):
         if crc32(frame) != crc:
             raise ProtocolError(f"frame {number} of message {header.sequence} from {header.sender} is corrupt")
+    if (declared := _known_crcs(header.messages, len(frames))) and declared != header.crcs:
+        raise ProtocolError(f"groups of message {header.sequence} from {header.sender} have other frames than they say")
     return frames
 
 
@@ -240,8 +242,8 @@ def payload_from_frame(header: GroupHeader, frame: Buffer) -> GroupPayload:
 
 
 def payloads_from_frames(headers: Sequence[GroupHeader], frames: Buffer) -> list[GroupPayload]:
-    """Arrays over the frames of these groups, which lie one behind the other (no copy). Checksum, counts, lengths and
-    spans of each agree with its header; raises `ProtocolError`."""
+    """Arrays over the frames of these groups, which lie one behind the other (no copy). All together have the checksum
+    that those in the headers give; counts, lengths and spans of each agree with its header. Raises `ProtocolError`."""
     sizes = list(map(frame_bytes, headers))
     if len(frames) != sum(sizes):
         raise ProtocolError(f"{len(frames)} bytes are not the tensors of {len(headers)} groups")
@@ -269,8 +271,8 @@ def payloads_from_frames(headers: Sequence[GroupHeader], frames: Buffer) -> list
 
 
 def _check_crcs(headers: Sequence[GroupHeader], sizes: Sequence[int], frames: Buffer) -> None:
-    """One checksum of all frames against what theirs give together: with each of several this thread would let go of
-    the interpreter, and it takes longer to get it back from others than to compute it."""
+    """One checksum of all frames against what theirs give together: for each one alone this thread would let go of the
+    interpreter, and it takes longer to get it back from others than to compute it."""
     together = 0
     for header, size in zip(headers, sizes, strict=True):
         together = crc32_combine(together, header.crc, size)
