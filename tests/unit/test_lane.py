@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from zbgrpo import failpoints
-from zbgrpo.errors import ProtocolError, ResourceError
+from zbgrpo.errors import ProtocolError
 from zbgrpo.transport import lane, wire
 from zbgrpo.transport import messages as m
 from zbgrpo.transport.channel import Channel, Timing
@@ -157,15 +158,22 @@ def test_where_it_has_no_room_frames_are_parts_and_all_stay_in_order(ends: Ends,
     assert ends.groups() == sent
 
 
-def test_without_memory_for_it_groups_come_all_the_same(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(*args: object) -> RingWriter:
-        raise ResourceError("no memory for 33554496 shared bytes")
+@pytest.mark.parametrize("call", ["memfd_create", "posix_fallocate"])
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.EPERM])
+def test_without_memory_or_a_descriptor_for_it_groups_come_all_the_same(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    tried: list[object] = []
 
-    monkeypatch.setattr(RingWriter, "create_anonymous", no_memory)
+    def fail(*arguments: object) -> int:
+        tried.append(arguments)
+        raise OSError(number, os.strerror(number))
+
     channel = ends.channel()
+    monkeypatch.setattr(os, call, fail)
     send(channel, frame(0))
     ends.serve(lambda: ends.groups() and channel.drained())
-    assert channel._lane is None and ends.groups() == [frame(0)]
+    assert tried and channel._lane is None and ends.groups() == [frame(0)]
 
 
 def test_who_sends_no_frames_has_no_lane(ends: Ends) -> None:

@@ -66,19 +66,15 @@ def create_anonymous(name_hint: str, capacity_bytes: int) -> RingFile:
 
     Raises `ResourceError` when there is no memory or no descriptor for it.
     """
-    try:
-        descriptor = os.memfd_create(f"zbgrpo-{_printable(name_hint)}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError as error:
-        raise ResourceError(f"no file for {HEADER_BYTES + capacity_bytes} shared bytes: {error.strerror}") from error
     with contextlib.ExitStack() as if_it_fails:
-        if_it_fails.callback(os.close, descriptor)
         try:
+            descriptor = os.memfd_create(f"zbgrpo-{_printable(name_hint)}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            if_it_fails.callback(os.close, descriptor)
             memory = _reserved(descriptor, capacity_bytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE)
         except OSError as error:
-            if error.errno in _NO_ROOM:
-                raise ResourceError(f"no memory for {HEADER_BYTES + capacity_bytes} shared bytes") from error
-            raise
+            size = HEADER_BYTES + capacity_bytes
+            raise ResourceError(f"no memory file of {size} bytes to share: {error.strerror}") from error
         if_it_fails.pop_all()
     return RingFile(f"/proc/{os.getpid()}/fd/{descriptor}", memory, lambda: os.close(descriptor))
 
