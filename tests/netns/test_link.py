@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.launching import REPOSITORY
 from tests.support.namespaces import Network, two_namespaces
+from tests.support.processes import wait_until_ended
 
 ANSWER = """
 import socket, sys
@@ -104,8 +105,9 @@ def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
         first, second, child = owner.stdout.readline().split()
         assert _left([first, second]) == [first, second]
         owner.kill()
+    assert wait_until_ended([int(child)], 20.0) == []
     deadline = time.monotonic() + 20
-    while _left([first, second]) or _runs(int(child)):
+    while _left([first, second]):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -115,10 +117,3 @@ def _left(names: list[str]) -> list[str]:
     found = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     found += subprocess.run(["ip", "link", "show"], capture_output=True, text=True, check=True).stdout
     return [name for name in names if name in found]
-
-
-def _runs(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes() != b""  # that of one that has ended, but is not fetched
-    except OSError:
-        return False

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import wait_until_ended
 from zbgrpo import cli
 from zbgrpo.bench import common
 from zbgrpo.errors import ConfigError, ResourceError, ZbgrpoError
@@ -80,16 +81,7 @@ def test_a_program_that_takes_too_long_is_ended_with_all_beneath_it(tmp_path: Pa
         pid = int((tmp_path / "pid").read_text())
         common.stop_program(process, {process.pid, pid}, patience_seconds=30.0)
     assert process.returncode == -15
-    while time.monotonic() < deadline and not _is_gone(pid):
-        time.sleep(0.01)
-    assert _is_gone(pid)
-
-
-def _is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+    assert wait_until_ended([pid], 60.0) == []
 
 
 def test_time_out_is_an_error() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import zbgrpo
+from tests.support.processes import is_alive, wait_until_ended
 from zbgrpo.errors import ConfigError, InfrastructureError
 from zbgrpo.rewards import manager
 from zbgrpo.rewards.messages import encode_frame, take_frame
@@ -82,21 +83,6 @@ def collect(pool: RewardPool, num_groups: int) -> dict[int, list[ScoreOutcome]]:
 def score_all(pool: RewardPool, *requests: ScoreRequest) -> list[ScoreOutcome]:
     pool.submit(0, list(requests))
     return collect(pool, 1)[0]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
-def assert_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"still running: {pids}"
-        time.sleep(0.01)
 
 
 def test_outcomes_come_once_and_in_request_order(functions: Callable[[str], str]) -> None:
@@ -207,7 +193,7 @@ def test_time_out_takes_the_whole_process_group(functions: Callable[[str], str],
         hung, scored = score_all(pool, ScoreRequest("hang", row={"marker": str(marker)}), ScoreRequest("a"))
         assert hung.timed_out
         assert scored.reward == 1.0
-        assert_gone([int(pid) for pid in marker.read_text().split()])
+        assert wait_until_ended(map(int, marker.read_text().split()), PATIENCE_SECONDS) == []
 
 
 def test_close_leaves_nothing(functions: Callable[[str], str]) -> None:
@@ -245,11 +231,11 @@ pool.poll(600.0)
             assert time.monotonic() < deadline
             time.sleep(0.01)
         worker = int(marker.read_text())
-        assert is_running(worker)
+        assert is_alive(worker)
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait(PATIENCE_SECONDS)
-    assert_gone([worker])
+    assert wait_until_ended([worker], PATIENCE_SECONDS) == []
 
 
 @pytest.mark.parametrize("name", ["boxd", "module:"])

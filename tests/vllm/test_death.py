@@ -26,6 +26,7 @@ from tests.support.engines import (
 )
 from tests.support.models import perturbed, tiny_tokenizer
 from tests.support.models import tiny_model as tiny_model_of
+from tests.support.processes import is_alive, wait_until_ended
 from tests.vllm.owner import READY
 from zbgrpo.config.schema import InferenceConfig
 from zbgrpo.errors import InfrastructureError
@@ -35,20 +36,6 @@ from zbgrpo.inference.vllm_backend import VllmBackend
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_SECONDS = 240.0
 tiny_model = partial(tiny_model_of, hidden_size=128)
-
-
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_dead(processes: list[int], seconds: float) -> list[int]:
-    deadline = time.monotonic() + seconds
-    while (alive := [p for p in processes if is_alive(p)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return alive
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +86,7 @@ def test_a_killed_process_is_replaced_and_the_rest_of_the_work_is_done(backend: 
     step_until(backend, done, lambda: lost.extend(backend.take_lost()) or lost)
     early = [r for r in done if r.key in lost]
     done = [r for r in done if r.key not in lost]  # as a producer does that hands the lease back
-    assert wait_until_dead(processes, 5.0) == []
+    assert wait_until_ended(processes, 5.0) == []
     assert backend.num_active == 0 and backend.engine_processes == []
     for key in lost:
         backend.submit(requests[key])
@@ -159,7 +146,7 @@ def test_nobody_stays_when_the_rank_is_killed(how: signal.Signals) -> None:
         assert len(processes) == 2 and all(is_alive(p) for p in processes)
         time.sleep(0.3)
         owner.send_signal(how)
-        assert wait_until_dead(processes, 5.0) == []
+        assert wait_until_ended(processes, 5.0) == []
         assert not Path(folder).exists()
     finally:
         owner.kill()

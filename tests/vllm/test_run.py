@@ -14,6 +14,7 @@ import torch
 from tests.support.engines import by_hand
 from tests.support.launching import TEMPLATE, Run, events, make_workplace, metrics, run, summary
 from tests.support.models import tiny_model, tiny_tokenizer
+from tests.support.processes import wait_until_ended
 from zbgrpo.engine.check_ledger import check_logs
 from zbgrpo.inference.base import Response
 from zbgrpo.observe.rolloutlog import read_rollouts
@@ -117,7 +118,7 @@ def test_a_producer_that_is_killed_leaves_no_engine(workplace: Path) -> None:
     assert len(engine) == 2
     os.kill(started.ranks()[1], signal.SIGKILL)
     assert started.wait(PATIENCE_SECONDS).status != 0
-    assert not [pid for pid in engine if Path(f"/proc/{pid}").exists()]
+    assert wait_until_ended(engine, 5.0) == []
 
 
 def test_two_ranks_of_one_producer(workplace: Path) -> None:
