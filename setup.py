@@ -33,6 +33,7 @@ EXTRAS["dev"] = [
     *EXTRAS["parquet"],
     "pytest",
     "pytest-timeout",
+    "pytest-xdist",
     "hypothesis",
     "ruff",
     "mypy",

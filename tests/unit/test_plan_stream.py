@@ -24,6 +24,7 @@ from zbgrpo.transport.wire import Sender, group_header, payload_crc, payload_fra
 from zbgrpo.types import GroupPayload, Uid
 
 RUN = "run-1"
+RING_NAME = f"test-{os.getpid()}"
 TIMING = Timing(heartbeat_seconds=0.05, peer_timeout_seconds=60.0, resend_seconds=0.2)
 GIVE_UP_SECONDS = 60.0
 
@@ -64,7 +65,7 @@ class Node:
     def __init__(
         self, dp_indices: Sequence[int], ring_bytes: int, spoil: Callable[[Node, m.PlanFor], m.PlanFor] | None = None
     ) -> None:
-        self.ring = RingWriter.create("test", ring_bytes, len(dp_indices))
+        self.ring = RingWriter.create(RING_NAME, ring_bytes, len(dp_indices))
         self.server = Server(RUN, None, TIMING, 1 << 24)
         self.spoil = spoil
         self.names = {f"reader:{number}": dp for number, dp in enumerate(dp_indices)}
@@ -238,7 +239,7 @@ class Outbox:
 @pytest.fixture
 def ring() -> Iterator[RingWriter]:
     """Room for two records of the size of `SAME`."""
-    made = RingWriter.create("test", 2 * record_size(0), num_readers=2)
+    made = RingWriter.create(RING_NAME, 2 * record_size(0), num_readers=2)
     yield made
     made.close()
 
@@ -287,7 +288,7 @@ def test_an_entry_larger_than_the_ring_goes_out_in_parts(ring: RingWriter) -> No
 
 
 def test_the_groups_of_a_rank_share_a_record_and_its_readers_share_it_too() -> None:
-    ring, outbox = RingWriter.create("test", 64 * record_size(0), num_readers=3), Outbox()
+    ring, outbox = RingWriter.create(RING_NAME, 64 * record_size(0), num_readers=3), Outbox()
     publisher = PlanPublisher(ring, {"reader:0": 0, "reader:1": 1, "reader:2": 1}, outbox)
     entry = train(0, [[10, 11, 12], list(range(20, 40))])
     publisher.publish(entry, same(10, 11, 12, *range(20, 40)))
@@ -439,7 +440,7 @@ def test_a_training_loop_that_waits_wakes_when_the_run_fails(make_node: Callable
 
 def left_behind() -> tuple[int, set[str], set[str]]:
     """Open descriptors, threads, and names of shared memory."""
-    names = {name for name in os.listdir("/dev/shm") if name.startswith("zbgrpo-test-")}
+    names = {name for name in os.listdir("/dev/shm") if name.startswith(f"zbgrpo-{RING_NAME}-")}
     return len(os.listdir("/proc/self/fd")), {thread.name for thread in threading.enumerate()}, names
 
 
