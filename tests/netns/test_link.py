@@ -105,8 +105,8 @@ def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
         first, second, child = owner.stdout.readline().split()
         assert _left([first, second]) == [first, second]
         owner.kill()
-    assert wait_until_ended([int(child)], 20.0) == []
     deadline = time.monotonic() + 20
+    assert wait_until_ended([int(child)], 20.0) == []
     while _left([first, second]):
         assert time.monotonic() < deadline
         time.sleep(0.02)
